@@ -22,9 +22,9 @@ _DENSE_TENSORS = frozenset(
 )
 _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
-    "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias shared_gate "
-    "conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay delta_step "
-    "delta_norm delta_out".split()
+    "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
+    "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
+    "delta_step delta_norm delta_out".split()
 )
 _MAX_HEAD_DIM = 256
 MAX_ROWS_GPU = 16  # of a step

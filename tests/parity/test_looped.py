@@ -271,7 +271,8 @@ def random_runner(
     budget = KVBudget(num_sink=capacity // 4, num_topk=topk, num_recent=capacity - capacity // 4 - topk)
     config = EngineConfig(
         budget=budget, max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,
-        reselection=reselection, num_speculative_tokens=0 if reselection else 3,  # type: ignore[arg-type]
+        reselection=reselection,  # type: ignore[arg-type]
+        num_speculative_tokens=0 if reselection or model.recurrent_layers else 3,
     )  # fmt: skip
     runner = ModelRunner(Decoder(model, weights), config)
     cache, encoding = runner.cache, runner.cache.encoding

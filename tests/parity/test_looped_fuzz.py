@@ -86,7 +86,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         if architecture == "DeepseekV2ForCausalLM":
             found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
     else:
-        found["head_dim"] = size.inputs(160, times=heads, multiple=4)  # half of it, which some rotate, is even
+        quarter = bool(family.other_layer_types)  # rotated by some; half of a head by others
+        found["head_dim"] = size.inputs(160, times=heads, multiple=8 if quarter else 4)
     if family.has_windows and random.random() < 0.5:
         found |= {
             "sliding_window": random.choice([1, 30, 1025, 5000]), "use_sliding_window": True,
@@ -94,6 +95,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         }  # fmt: skip
     elif architecture.startswith(NEED_WINDOWS):
         found["sliding_window"] = 5000
+    if family.other_layer_types:
+        found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
     if family.has_experts:
         found |= draw_experts(random, size, architecture, layers)
     if rope is None or (rope["rope_type"] != "longrope" and architecture != "Phi3ForCausalLM"):
@@ -103,6 +106,21 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     pairs = int(dim * part) // 2
     factors = {"short_factor": [1.5] * pairs, "long_factor": [2.0 + pair for pair in range(pairs)]}
     return model_config_from_dict(found | {"rope_scaling": rope | factors})
+
+
+def draw_recurrent(random: Random, size: Sizes, kind: str, layers: int) -> dict[str, Any]:
+    """Layers of a recurrent kind, and one of attention or more."""
+    kinds = random.choices([kind, "full_attention"], k=layers)
+    kinds[random.randrange(layers)] = "full_attention"
+    key_heads, each = size.any(1, 3), size.any(1, 3)
+    return {
+        "layer_types": kinds, "conv_L_cache": size.any(2, 6), "conv_bias": random.random() < 0.5,
+        "block_auto_adjust_ff_dim": False, "num_dense_layers": size.any(0, layers),
+        "linear_conv_kernel_dim": size.any(2, 6), "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * each, "linear_key_head_dim": size.any(1, 140),
+        "linear_value_head_dim": size.inputs(140, times=key_heads * each),
+        "shared_expert_intermediate_size": size.inputs(100),
+    }  # fmt: skip
 
 
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
@@ -143,10 +161,14 @@ class Drawn:
                 formats = formats.rounding_to_bf16()
         num_rows, capacity = random.randint(1, 33), random.choice([1, 2, 17, 40, 129, 1100])
         reselection = None
-        if capacity > 40 and model.windows is None and kv_dtype == "auto" and random.random() < 0.6:
+        is_full = model.windows is None and not model.recurrent_layers
+        if capacity > 40 and is_full and kv_dtype == "auto" and random.random() < 0.6:
             reselection = ReselectionConfig(every=1, num_queries=random.randint(1, 5))
         asked = (kv_dtype, make_panels(load(instructions)), capacity, seed, num_rows, reselection)
         self.model, self.runner = model, random_runner(model, formats, *asked)
+        for layer in model.recurrent_layers:
+            for own in self.runner.cache.state(layer).values():
+                own.normal_()
         for row in range(num_rows):
             self.admit(row, random, capacity)
         self.rows = torch.tensor(random.sample(range(num_rows), random.randint(1, num_rows)))
@@ -171,6 +193,7 @@ class Drawn:
         """All that a step may write but for the counters."""
         queries = self.runner.step_parts.queries
         stored = [tensor for tensor in vars(self.runner.cache).values() if isinstance(tensor, Tensor)]
+        stored += [own for layer in self.model.recurrent_layers for own in self.runner.cache.state(layer).values()]
         return stored if queries is None else [*stored, queries.buffer]
 
     def kept(self) -> list[Tensor]:
@@ -279,7 +302,7 @@ def drafts_of(drawn: Drawn, random: Random) -> list[list[int]]:
 def test_verified_drafts_are_steps_one_after_the_other(seed: int) -> None:
     """The same tokens, log-probabilities, counters and slots, greedy or sampled, whatever was drafted."""
     drawn, random = Drawn(seed), Random(-1 - seed)
-    if drawn.runner.config.reselection is not None:
+    if drawn.runner.config.reselection is not None or drawn.model.recurrent_layers:
         return  # refused at the start
     params = [
         SamplingParams(temperature=random.choice([0.0, 1.0]), presence_penalty=1.5, logprobs=2) for _ in drawn.rows

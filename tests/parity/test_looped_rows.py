@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +20,7 @@ from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.llm import LLM
+from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
 from tests.parity.checkpoints import ARCHITECTURES, RECURRENT, VOCAB, make_model, save
@@ -191,6 +193,90 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     torch.testing.assert_close(got, want, rtol=0, atol=limit * float(want.abs().max()))
     torch.testing.assert_close(written, runner.cache.k.float(), rtol=rtol, atol=1e-3)
     looped.close()
+
+
+# Key heads, value heads, elements of a key and of a value; hidden size, tokens of a convolution.
+NETS = [(2, 6, 8, 12, 48, 4), (3, 3, 5, 7, 20, 2), (1, 4, 16, 33, 40, 3), (2, 2, 128, 128, 64, 4), (1, 1, 1, 81, 36, 7)]
+NETS_IN_GROUPS = [(2, 4, 16, 32, 64, 4), (3, 3, 32, 32, 32, 3)]
+CONVS = [(48, 3), (20, 2), (138, 7)]
+
+
+def delta_net(sizes: tuple[int, ...], is_mixture: bool) -> ModelConfig:
+    key_heads, value_heads, key_dim, value_dim, hidden, kernel = sizes
+    experts = {
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32 if hidden == 64 else 24,
+    }  # fmt: skip
+    return model_config_from_dict({
+        "architectures": ["Qwen3_5MoeForCausalLM" if is_mixture else "Qwen3_5ForCausalLM"], "vocab_size": 61,
+        "hidden_size": hidden, "intermediate_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3,
+        "head_dim": 32, "linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": key_dim, "linear_value_head_dim": value_dim, "linear_conv_kernel_dim": kernel,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_hidden_layers": 4, **(experts if is_mixture else {}),
+    })  # fmt: skip
+
+
+def short_conv(hidden: int, kernel: int) -> ModelConfig:
+    return model_config_from_dict({
+        "architectures": ["Lfm2ForCausalLM"], "vocab_size": 61, "hidden_size": hidden, "intermediate_size": 64,
+        "block_auto_adjust_ff_dim": False, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "conv_L_cache": kernel, "conv_bias": True, "num_hidden_layers": 3,
+        "layer_types": ["full_attention", "conv", "conv"],
+    })  # fmt: skip
+
+
+RECURRENT_MODELS = [
+    *((delta_net(sizes, at % 2 == 0), width, False)
+      for at, sizes in enumerate(NETS) for width in (("float32", "bfloat16") if at == 1 else ("float32",))),
+    *((delta_net(NETS_IN_GROUPS[at], False), "int8", at == 1) for at in (0, 1, 1)),
+    (delta_net(NETS_IN_GROUPS[0], False), "int4", True),
+    *((short_conv(*sizes), "float32", False) for sizes in CONVS),
+    (short_conv(20, 2), "bfloat16", False), (short_conv(64, 3), "int8", False), (short_conv(64, 3), "int4", True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize("case", range(len(RECURRENT_MODELS)))
+def test_recurrent_layers(case: int, instructions: InstructionSet) -> None:
+    """Several steps from random states: logits and states are eager's, and the same bits in a batch and alone."""
+    model, width, rounds = RECURRENT_MODELS[case]
+    formats = WeightFormats.of(width).rounding_inputs() if rounds else WeightFormats.of(width)
+    runner = random_runner(model, formats, "auto", make_panels(load(instructions)), 24, case)
+    states = [tensor for layer in model.recurrent_layers for tensor in runner.cache.state(layer).values()]
+    for tensor in states:
+        tensor.normal_()
+    kept = [tensor.clone() for tensor in (*states, runner.cache.k, runner.cache.v)]
+    counters = runner.rows.last_token, runner.rows.num_tokens, runner.rows.next_position
+    counted = [tensor.clone() for tensor in counters]
+
+    def run(step: Any, batches: list[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        for tensor, before in zip((*states, runner.cache.k, runner.cache.v), kept, strict=True):
+            tensor.copy_(before)
+        for tensor, before in zip(counters, counted, strict=True):
+            tensor.copy_(before)
+        found = []
+        for _ in range(1 if rounds else 3):  # an input that rounds to its neighbour makes a difference, which grows
+            found.append(torch.cat([step.logits(torch.tensor(rows)).clone() for rows in batches]))
+            runner.rows.last_token[:5] = found[-1].argmax(-1)
+            runner.rows.num_tokens[:5] += 1
+            runner.rows.next_position[:5] += 1
+        return torch.stack(found), [tensor.clone() for tensor in states]
+
+    looped = LoopedDecode(runner.step_parts, min(1 + case % 2, num_cores()))
+    with torch.inference_mode():
+        got, left = run(looped, [list(range(5))])
+        alone, left_alone = run(looped, [[row] for row in range(5)])
+        parts = runner.step_parts
+        if rounds:  # outside of looped steps, products over panels do not round
+            parts = replace(parts, decoder=random_runner(model, formats, "auto", make_matrix, 24, case).decoder)
+        want, expected = run(EagerDecode(parts), [list(range(5))])
+    looped.close()
+    assert torch.equal(got, alone) and all(map(torch.equal, left, left_alone))
+    limit = 2e-2 if rounds else 2e-4
+    torch.testing.assert_close(got, want, rtol=0, atol=limit * float(want.abs().max()))
+    for own, other in zip(left, expected, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=limit * float(other.abs().max()))
 
 
 def model_of(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:

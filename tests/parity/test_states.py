@@ -242,6 +242,7 @@ _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
         ({"tensor_parallel": 2}, "tensor_parallel is 2; Lfm2ForCausalLM has recurrent layers"),
         ({"executor": "graph"}, "CUDA graphs"),
         ({"num_speculative_tokens": 4, "executor": "eager"}, "verifies no drafted tokens"),
+        ({"num_speculative_tokens": 4, "executor": "looped"}, "cannot take back a rejected token"),
     ],
 )
 def test_what_is_not_supported_is_refused(options: dict[str, Any], problem: str, folder: Path) -> None:

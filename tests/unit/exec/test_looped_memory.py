@@ -47,6 +47,11 @@ MODELS["four norms"] = COMMON | {
     "sliding_window": 512,
     "hidden_size": 1024,
 }
+# A gated DeltaNet in three of four layers, attention with a gate in the fourth, experts with shared ones.
+MODELS["recurrent"] = COMMON | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 4, "hidden_size": 512, "vocab_size": 1000,
+    "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
 # The values of all heads are the widest input of a product, wider than all queries in the space of the latents.
 MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 256}
 ROWS = 32
@@ -54,7 +59,7 @@ ROWS = 32
 
 @pytest.mark.parametrize("most_drafted", [0, 8])
 @pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("four norms", "float32"),
-                                             ("experts", "float32"),
+                                             ("experts", "float32"), ("recurrent", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)

@@ -122,7 +122,22 @@ class Heads(Structure):
     _fields_ = fields_of("Heads")
 
 
-STRUCTS = (Stack, Mixture, Latent, Recurrent, Ranks, Model, RowTable, Step, Sampling, Draw, Prompt, Passing, Routed, Heads)
+STRUCTS = (
+    Stack,
+    Mixture,
+    Latent,
+    Recurrent,
+    Ranks,
+    Model,
+    RowTable,
+    Step,
+    Sampling,
+    Draw,
+    Prompt,
+    Passing,
+    Routed,
+    Heads,
+)
 
 
 def struct_problem(sizes: Sequence[int]) -> str | None:
