@@ -27,7 +27,7 @@ from snapstream.types import FinishReason, KeptBitmap, RequestOutput, SamplingPa
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM
-    from snapstream.server.openai.answer_reader import ReasoningSplitter
+    from snapstream.server.openai.answer_reader import HarmonySplitter, ReasoningSplitter
 
 HELP = """Chat with a model in the terminal; the conversation so far is sent with every message.
 
@@ -200,12 +200,12 @@ class Conversation:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; snapstream generate --raw continues a text")
         # A package with optional dependencies: only these modules of it need none.
-        from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reasoning
+        from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, choose_reasoning
 
         self._llm, self._params, self._max_tokens = llm, params, max_tokens
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._parser = choose_reasoning("auto", str(llm.tokenizer.chat_template))
-        special = set(llm.tokenizer.all_special_tokens) & {OPENING, CLOSING}
+        special = set(llm.tokenizer.all_special_tokens) & {OPENING, CLOSING, CHANNEL}
         if self._parser != "none" and special:  # else the answer's text would not have them
             self._params = replace(params, skip_special_tokens=False)
         self.system = system
@@ -277,12 +277,12 @@ class Conversation:
         if output.finish_reason is FinishReason.LENGTH:
             self.note(f"(the answer ends here: {params.max_tokens:,} tokens)")
 
-    def _splitter(self, ids: list[int]) -> ReasoningSplitter:
-        from snapstream.server.openai.answer_reader import ReasoningSplitter, find_answer_start
+    def _splitter(self, ids: list[int]) -> ReasoningSplitter | HarmonySplitter:
+        from snapstream.server.openai.answer_reader import find_answer_start, splitter_of
 
         assert self._llm.tokenizer is not None
         ending = str(self._llm.tokenizer.decode(ids[-ENDING_TOKENS:], skip_special_tokens=False))
-        return ReasoningSplitter(find_answer_start(self._parser, ending))
+        return splitter_of(find_answer_start(self._parser, ending))
 
     def _set_budget(self, text: str) -> None:
         most = self._llm.config.budget.capacity
@@ -336,7 +336,7 @@ def kept_shares(bitmap: KeptBitmap) -> list[float]:
 class _Shown:
     """One answer on its way to ``out``: reasoning dim on a terminal and nowhere else."""
 
-    def __init__(self, splitter: ReasoningSplitter, out: TextIO, *, hides_reasoning: bool) -> None:
+    def __init__(self, splitter: ReasoningSplitter | HarmonySplitter, out: TextIO, *, hides_reasoning: bool) -> None:
         self._splitter, self._out = splitter, out
         self._is_terminal = out.isatty()
         self._shows_reasoning = self._is_terminal and not hides_reasoning

@@ -499,6 +499,11 @@ class HarmonySplitter:
         return True
 
 
+def splitter_of(beginning: AnswerStart) -> ReasoningSplitter | HarmonySplitter:
+    """What separates the reasoning of an answer that begins like this."""
+    return HarmonySplitter() if beginning is AnswerStart.HARMONY else ReasoningSplitter(beginning)
+
+
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
 _TOOL = re.compile(rf"to={re.escape(RECIPIENT)}([^\s<]+)")
 
@@ -516,8 +521,7 @@ class AnswerReader:
 
     def __init__(self, beginning: AnswerStart, closing_id: int | None, calls: ToolCallParser | None) -> None:
         """``closing_id``: the token </think>, if it is one. ``calls`` None: calls are text."""
-        is_harmony = beginning is AnswerStart.HARMONY
-        self._splitter = HarmonySplitter() if is_harmony else ReasoningSplitter(beginning)
+        self._splitter = splitter_of(beginning)
         self._closing_id = closing_id
         self._calls = calls
         self._num_undecided = 0  # tokens that count as reasoning if there turns out to be some

@@ -109,6 +109,22 @@ def test_reasoning_is_dim_on_a_terminal_and_in_no_pipe(pieces: tuple[str, ...], 
     assert talk(FakeLLM(*pieces, ending=ending), "Hi", out=Terminal(), hides_reasoning=True)[1] == "Yes\n"
 
 
+def test_channels_of_harmony_are_reasoning_and_answer() -> None:
+    pieces = (
+        "<|channel|>analysis<|mess",
+        "age|>well now<|end|><|start|>assistant",
+        "<|channel|>final<|message|>Yes",
+        ".",
+    )
+    llm = FakeLLM(*pieces)
+    llm.tokenizer.chat_template = "<|start|>{{ messages }}<|channel|><|message|>"
+    llm.tokenizer.all_special_tokens = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    conversation, out, _ = talk(llm, "Hi", out=Terminal())
+    assert out == "\x1b[2mwell now\x1b[0m\n\nYes.\n"
+    assert conversation.messages[-1]["content"] == "Yes."
+    assert not llm.params.skip_special_tokens, "the text must have the tags"
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_conversation() -> None:
     conversation, out, _ = talk(FakeLLM("one", " two", KeyboardInterrupt()), "Hi", "More")
     assert out == "one two\none two\n"
