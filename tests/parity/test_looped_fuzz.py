@@ -76,6 +76,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5,
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
+    part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
     if "kv_lora_rank" in family.defaults:
         heads = found["num_attention_heads"] = found["num_key_value_heads"] = size.any(1, 9)
         found |= {
@@ -86,8 +87,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         if architecture == "DeepseekV2ForCausalLM":
             found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
     else:
-        quarter = bool(family.other_layer_types)  # rotated by some; half of a head by others
-        found["head_dim"] = size.inputs(160, times=heads, multiple=8 if quarter else 4)
+        rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
+        found["head_dim"] = size.inputs(160, times=heads, multiple=max(4, int(rotated / part)))
     if family.has_windows and random.random() < 0.5:
         found |= {
             "sliding_window": random.choice([1, 30, 1025, 5000]), "use_sliding_window": True,
@@ -102,7 +103,6 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if rope is None or (rope["rope_type"] != "longrope" and architecture != "Phi3ForCausalLM"):
         return model_config_from_dict(found)
     dim = found.get("qk_rope_head_dim") or found["head_dim"]
-    part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
     pairs = int(dim * part) // 2
     factors = {"short_factor": [1.5] * pairs, "long_factor": [2.0 + pair for pair in range(pairs)]}
     return model_config_from_dict(found | {"rope_scaling": rope | factors})
