@@ -24,14 +24,29 @@ QWEN3_100M: dict[str, Any] = {
 QWEN3_TINY = QWEN3_100M | {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
                            "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
 
+# As wide and deep, but one layer in four has attention: short convolutions between (LFM2), or gated DeltaNet (Qwen3.5),
+# whose heads are as many per hidden size as in the models published.
+LFM2_100M: dict[str, Any] = {
+    "model_type": "lfm2", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
+    "block_auto_adjust_ff_dim": False, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
+    "full_attn_idxs": [2, 6, 10], "max_position_embeddings": 40960, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+QWEN35_100M: dict[str, Any] = {
+    "model_type": "qwen3_5_text", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
+    "num_hidden_layers": 12, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128,
+    "linear_num_key_heads": 12, "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
-def qwen3_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
-    """Write a checkpoint of that shape with random weights in fp32, the same every time."""
+
+def random_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
+    """Write a checkpoint of that shape with random weights in fp32, the same every time; without a type, a Qwen3."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**shape)).save_pretrained(folder)
+    config = AutoConfig.for_model(**{"model_type": "qwen3"} | shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
 # Latents and experts of DeepSeek's kind, about 100M parameters per token: as wide and deep as the above.

@@ -5,11 +5,11 @@
     python -m benchmarks.peers --quick          # two batch sizes, short prompts and answers
     python -m benchmarks.peers --only llama.cpp "snapstream looped" --batches 1
 
-Weights are fp32 of a Qwen3 shape; an arm's format rounds them. *First token* is a call for one new token: prefill, and
-what an engine does around it. *Decode* is what the other tokens take: a call for all, less a call for one, of prompts
-of the same lengths. The shortest call of each kind counts. Our arms have a full cache, so nothing is lost to a budget;
-``same_tokens`` is the share of greedy tokens that are those of transformers in fp32. An arm that is not installed or
-fails is left out, and the result says why.
+Weights are fp32 of a Qwen3 shape, or of a hybrid with recurrent layers (``--shape lfm2-100m``); an arm's format rounds
+them. *First token* is a call for one new token: prefill, and what an engine does around it. *Decode* is what the other
+tokens take: a call for all, less a call for one, of prompts of the same lengths. The shortest call of each kind counts.
+Our arms have a full cache, so nothing is lost to a budget; ``same_tokens`` is the share of greedy tokens that are those
+of transformers in fp32. An arm that is not installed or fails is left out, and the result says why.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from benchmarks.machine import ceilings, report
 from benchmarks.peers.arms import ARMS
 from benchmarks.peers.compare import compare
 from benchmarks.peers.work import Job
-from benchmarks.shapes import QWEN3_100M, QWEN3_TINY, qwen3_checkpoint
+from benchmarks.shapes import LFM2_100M, QWEN3_100M, QWEN3_TINY, QWEN35_100M, random_checkpoint
 
-SHAPES = {"100m": QWEN3_100M, "tiny": QWEN3_TINY}
+SHAPES = {"100m": QWEN3_100M, "tiny": QWEN3_TINY, "lfm2-100m": LFM2_100M, "qwen3.5-100m": QWEN35_100M}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -56,15 +56,15 @@ def main() -> None:
     ceiling = ceilings()
     shape = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as folder:
-        qwen3_checkpoint(Path(folder), shape)
+        random_checkpoint(Path(folder), shape)
         job = Job(
             folder=folder, option="", threads=args.threads, vocab_size=shape["vocab_size"], prompt_len=args.prompt_len,
             new_tokens=args.new_tokens, batches=args.batches, repeats=args.repeats,
         )  # fmt: skip
         found = compare(ARMS, job, args.only)
     settings = {
-        "model": f"random Qwen3 {args.shape}, fp32 as stored", "threads": args.threads, "prompt_len": args.prompt_len,
-        "new_tokens": args.new_tokens,
+        "model": f"random {'' if '-' in args.shape else 'Qwen3 '}{args.shape}, fp32 as stored", "threads": args.threads,
+        "prompt_len": args.prompt_len, "new_tokens": args.new_tokens,
     }  # fmt: skip
     report(f"peers_all_{args.shape}", ceiling, settings | found, save=args.save)
 

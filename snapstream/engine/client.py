@@ -291,7 +291,6 @@ class EngineThread:
         self._starting = threading.RLock()
         self._closing = threading.RLock()
         weakref.finalize(self, self._inbox.put, Stop()).atexit = False
-        _threads.add(self)
 
     @property
     def client(self) -> EngineClient:
@@ -304,6 +303,7 @@ class EngineThread:
                 atexit.unregister(_stop_threads)  # handlers run last in, first out: before those of torch
                 atexit.register(_stop_threads)
                 self._thread.start()
+                _running[self._thread] = self._inbox
         if not self._thread.is_alive():
             self._client.check()
             raise RuntimeError(f"this {self._name} belongs to the process that made it; a forked process cannot use it")
@@ -381,16 +381,12 @@ class EngineThread:
         """End open requests with a RuntimeError, wait for the current step, drop the engine. May be repeated."""
         self.end_requests()
         with self._closing:
-            self.stop()
+            self._inbox.put(Stop())
+            if self._thread.is_alive() and self._thread is not threading.current_thread():
+                self._thread.join()
             if self._engine is not None:
                 self._engine.close()
             self._engine = None
-
-    def stop(self, timeout_s: float | None = None) -> None:
-        """End the thread after the current step."""
-        self._inbox.put(Stop())
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
 
 
 def _run(worker: EngineWorker, client: EngineClient, prepare: Callable[[], None], name: str) -> None:
@@ -410,13 +406,16 @@ def _run(worker: EngineWorker, client: EngineClient, prepare: Callable[[], None]
         client.close(later, failed)
 
 
-_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[ToEngine | None]] = weakref.WeakKeyDictionary()
 
 
 def _stop_threads() -> None:
-    """End threads first: native code may crash while the interpreter or torch shuts down."""
-    for thread in list(_threads):
-        thread.stop(EXIT_S)
+    """End threads first, also those whose owner is gone: native code may crash while the interpreter or torch shuts
+    down."""
+    for thread, inbox in list(_running.items()):
+        inbox.put(Stop())
+        if thread is not threading.current_thread():
+            thread.join(EXIT_S)
 
 
 def _progress_bar(total: int, wanted: bool) -> Any:

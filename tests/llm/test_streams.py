@@ -321,10 +321,10 @@ def test_a_stream_may_change_its_thread(llm: LLM, alone: dict[str, list[int]]) -
 
 
 def test_a_dropped_llm_ends_its_thread(checkpoint: Path) -> None:
-    before = threading.enumerate()
+    before = set(threading.enumerate())
     llm = LLM(checkpoint, budget=64, max_model_len=128, progress=False)
     llm.generate("x", GREEDY)
-    (thread,) = [one for one in threading.enumerate() if one not in before]
+    (thread,) = [one for one in set(threading.enumerate()) - before if one.name.startswith("engine")]
     stream = llm.stream("x", GREEDY)
     next(stream)
     del llm
@@ -365,6 +365,31 @@ def test_exit_and_fork_with_an_engine_thread(checkpoint: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0 and "left 1" in done.stdout, done.stderr
     assert "rror" not in done.stderr and "terminate" not in done.stderr, done.stderr
+
+
+DROPPED = """
+import sys, time
+from snapstream import LLM, SamplingParams
+from snapstream.engine.client import EngineWorker
+run = EngineWorker.run
+
+def slowly(worker):
+    run(worker)
+    time.sleep(0.5)
+    print("ended", flush=True)
+
+EngineWorker.run = slowly
+llm = LLM(sys.argv[1], budget=64, max_model_len=256, progress=False)
+llm.generate("x", SamplingParams(max_tokens=4))
+del llm
+"""
+
+
+def test_exit_waits_for_the_thread_of_an_engine_that_was_dropped(checkpoint: Path) -> None:
+    """It may be in native code, which must not run on while the interpreter shuts down."""
+    command = [sys.executable, "-c", DROPPED, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0 and done.stdout == "ended\n", done.stderr
 
 
 def test_close_ends_calls_that_wait(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
 from benchmarks.peers.gguf_file import gguf_name, gguf_tensors
 from benchmarks.peers.work import Job, prompts_of
-from benchmarks.shapes import QWEN3_TINY, qwen3_checkpoint
+from benchmarks.shapes import QWEN3_TINY, random_checkpoint
 from snapstream.kernels.backends import autotune
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import decode_weight_bytes
@@ -168,7 +168,7 @@ def test_names_of_tensors() -> None:
 
 
 def test_an_arm_of_our_own_runs_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    qwen3_checkpoint(tmp_path, QWEN3_TINY)
+    random_checkpoint(tmp_path, QWEN3_TINY)
     job = Job(**{**vars_of(JOB), "folder": str(tmp_path), "batches": [2], "repeats": 1})
     found = run_arm(Arm("eager", arms.OWN, "run_snapstream", "eager int8"), job)
     assert [own["batch"] for own in found["batches"]] == [2] and "torch" in found["versions"]
