@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
+"""DeepSeek-V2 and V3, and Youtu-LLM: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
 
 Three config.json fields have another meaning here: ``head_dim`` is the rotated part of a head,
 ``num_key_value_heads`` counts expanded heads although a row holds one latent for all, and YaRN's ``mscale_all_dim``
@@ -53,6 +53,11 @@ def _read_latent(settings: Settings) -> Recipe:
 def deepseek_v3(settings: Settings) -> Recipe:
     """Latent attention, and after the first layers experts with sigmoid scores in groups (arXiv 2412.19437, 2.1)."""
     return {**_read_latent(settings), "moe": _experts(settings, read_sigmoid_moe)}
+
+
+def _youtu(settings: Settings) -> Recipe:
+    """DeepSeek-V3 without experts."""
+    return {**_read_latent(settings), "num_mtp_layers": 0, "moe": None}
 
 
 def _deepseek_v2(settings: Settings) -> Recipe:
@@ -126,3 +131,8 @@ def _latent_refusals(settings: Settings) -> list[str]:
 
 DEEPSEEK_V2 = Family(defaults=_V2_DEFAULTS, recipe=_deepseek_v2, refusals=_deepseek_v2_refusals, has_experts=True)
 DEEPSEEK_V3 = Family(defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)
+YOUTU = Family(
+    defaults={**_LATENTS, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
+    recipe=_youtu,
+    refusals=_latent_refusals,
+)

@@ -1,4 +1,4 @@
-"""Gemma 3, text: four norms a layer, GELU, windows with a rope of their own (arXiv 2503.19786). No torch."""
+"""Gemma 1; Gemma 3, text: four norms a layer, GELU, windows with a rope of their own (arXiv 2503.19786). No torch."""
 
 from __future__ import annotations
 
@@ -43,6 +43,26 @@ def _gemma3(settings: Settings) -> Recipe:
     }  # fmt: skip
 
 
+def _gemma(settings: Settings) -> Recipe:
+    """Llama with GELU, norms that add 1 to their weights, and scaled embeddings (arXiv 2403.08295, section 2)."""
+    hidden = whole_number(settings, "hidden_size")
+    return {
+        **attention_biases(settings), "activation": "gelu_tanh", "norm_offset": 1.0,
+        "multipliers": Multipliers(embedding=math.sqrt(max(hidden, 1))),
+    }  # fmt: skip
+
+
+def _gemma_refusals(settings: Settings) -> list[str]:
+    """``gelu`` in old files means the approximation by tanh, which ``hidden_activation`` names in newer ones."""
+    reasons = []
+    name = "hidden_act" if settings.get("hidden_activation") is None else "hidden_activation"
+    if settings.get(name) not in ("gelu", "gelu_pytorch_tanh"):
+        reasons.append(f"{name} is {settings.get(name)!r}; only 'gelu_pytorch_tanh' is supported for Gemma")
+    if flag(settings, "use_bidirectional_attention"):
+        reasons.append("use_bidirectional_attention is true; only causal attention is supported")
+    return reasons
+
+
 def _refusals(settings: Settings) -> list[str]:
     reasons = refuse_absent_window(settings)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
@@ -57,6 +77,15 @@ def _refusals(settings: Settings) -> list[str]:
     return reasons
 
 
+GEMMA = Family(
+    defaults={
+        "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "num_key_value_heads": 16, "tie_word_embeddings": True,
+    },
+    recipe=_gemma,
+    refusals=_gemma_refusals,
+    has_own_activation=True,
+)  # fmt: skip
 GEMMA3 = Family(
     defaults={
         "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",

@@ -23,6 +23,24 @@ def _seed_oss(settings: Settings) -> Recipe:
     }
 
 
+def _internlm3(settings: Settings) -> Recipe:
+    """Published files name the biases otherwise; transformers has one flag for those of q, k, v and o."""
+    has_bias = flag(settings, "qkv_bias") or flag(settings, "attention_bias")
+    return {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": flag(settings, "bias") or flag(settings, "mlp_bias")}
+
+
+def _internlm3_refusals(settings: Settings) -> list[str]:
+    biases = _internlm3(settings)
+    if biases["qkv_bias"] == biases["mlp_bias"]:
+        return []
+    return [f"qkv_bias is {biases['qkv_bias']} and bias is {biases['mlp_bias']}; only both or none are supported"]
+
+
+def _iquest_refusals(settings: Settings) -> list[str]:
+    limit = settings.get("clip_qkv")
+    return [] if limit is None else [f"clip_qkv is {limit!r}; clipped projections are not supported"]
+
+
 def _ernie(settings: Settings) -> Recipe:
     has_bias = flag(settings, "use_bias")
     return {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
@@ -57,6 +75,16 @@ def _phi3(settings: Settings) -> Recipe:
 
 
 LLAMA = Family(defaults={"bos_token_id": 1, "eos_token_id": 2}, recipe=_llama)
+INTERNLM3 = Family(
+    defaults={"bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
+    recipe=_internlm3,
+    refusals=_internlm3_refusals,
+)
+IQUEST_CODER = Family(
+    defaults={**LLAMA.defaults, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    recipe=_llama,
+    refusals=_iquest_refusals,
+)
 SEED_OSS = Family(
     defaults={
         "attention_bias": True, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 8,

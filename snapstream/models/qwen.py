@@ -1,10 +1,14 @@
-"""Qwen2, Qwen3 and Qwen3-MoE. No torch."""
+"""Qwen2, Qwen3 and their mixtures of experts. No torch."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from snapstream.config import ModelConfig
 from snapstream.config.model import MoEConfig
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type, windows_of_all_layers
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
 _DEFAULTS: Settings = {"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
 
@@ -22,17 +26,37 @@ def _windows(settings: Settings) -> Recipe:
     return windows_by_type(settings, lambda layer: layer >= first)
 
 
-def _qwen3_moe(settings: Settings) -> Recipe:
+def _experts(settings: Settings) -> MoEConfig:
     """Softmax over all experts; whether the weights of the chosen ones add up to 1 is a field."""
     name = "num_experts" if settings.get("num_experts") is not None else "num_local_experts"
-    moe = MoEConfig(
+    return MoEConfig(
         num_experts=whole_number(settings, name),
         top_k=whole_number(settings, "num_experts_per_tok"),
         inner=whole_number(settings, "moe_intermediate_size"),
         normalise=flag(settings, "norm_topk_prob"),
     )
+
+
+def _qwen3_moe(settings: Settings) -> Recipe:
     biases = attention_biases(settings)
-    return {**biases, "qk_norm": True, "moe": moe, **windows_of_all_layers(settings)}
+    return {**biases, "qk_norm": True, "moe": _experts(settings), **windows_of_all_layers(settings)}
+
+
+def _qwen2_moe(settings: Settings) -> Recipe:
+    """Beside the experts one MLP that every token passes, of a size of its own, with a gate."""
+    moe = replace(
+        _experts(settings),
+        num_shared=1,
+        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
+        has_shared_gate=True,
+    )
+    first = whole_number(settings, "max_window_layers", 28)
+    windows = windows_by_type(settings, lambda layer: layer % 2 == 0 and layer < first)
+    return {"qkv_bias": flag(settings, "qkv_bias"), "moe": moe, **windows}
+
+
+def _qwen2_moe_tensors(config: ModelConfig) -> TensorSpecs:
+    return renamed(decoder_tensors(config), {"mlp.shared_experts.": "mlp.shared_expert."})
 
 
 def qwen3_moe_refusals(settings: Settings) -> list[str]:
@@ -57,4 +81,15 @@ QWEN3_MOE = Family(
     refusals=qwen3_moe_refusals,
     has_windows=True,
     has_experts=True,
+)  # fmt: skip
+QWEN2_MOE = Family(
+    defaults={
+        **_DEFAULTS, "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_experts": 60,
+        "num_experts_per_tok": 4, "num_key_value_heads": 16, "qkv_bias": True, "shared_expert_intermediate_size": 5632,
+    },
+    recipe=_qwen2_moe,
+    refusals=qwen3_moe_refusals,
+    has_windows=True,
+    has_experts=True,
+    tensors=_qwen2_moe_tensors,
 )  # fmt: skip

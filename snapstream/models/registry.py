@@ -28,18 +28,19 @@ from snapstream.models.config_json import (
     token_ids,
     whole_number,
 )
-from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from snapstream.models.family import Family, sliding_window
-from snapstream.models.gemma import GEMMA3, GEMMA3_TEXT_PART
+from snapstream.models.gemma import GEMMA, GEMMA3, GEMMA3_TEXT_PART
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.lfm import LFM2, LFM2_MOE
-from snapstream.models.llama import ERNIE4_5, GRANITE, LLAMA, PHI3, SEED_OSS
+from snapstream.models.llama import ERNIE4_5, GRANITE, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MISTRAL, MISTRAL3_TEXT_PART, MIXTRAL
+from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, MINIMAX_M2, OLMOE
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
-from snapstream.models.qwen import QWEN2, QWEN3, QWEN3_MOE
+from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from snapstream.models.qwen_next import (
     QWEN3_5,
     QWEN3_5_MOE,
@@ -56,6 +57,7 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV2ForCausalLM": DEEPSEEK_V2,
         "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+        "YoutuForCausalLM": YOUTU,
         "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
         "GptOssForCausalLM": GPT_OSS,
         "LlamaForCausalLM": LLAMA,
@@ -65,12 +67,20 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen2ForCausalLM": QWEN2,
         "Qwen3ForCausalLM": QWEN3,
         "Qwen3MoeForCausalLM": QWEN3_MOE,
+        "Qwen2MoeForCausalLM": QWEN2_MOE,
         "MixtralForCausalLM": MIXTRAL,
+        "MiniMaxM2ForCausalLM": MINIMAX_M2,
+        "Dots1ForCausalLM": DOTS1,
+        "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
+        "OlmoeForCausalLM": OLMOE,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
         "SeedOssForCausalLM": SEED_OSS,
+        "InternLM3ForCausalLM": INTERNLM3,
+        "IQuestCoderForCausalLM": IQUEST_CODER,
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,
+        "GemmaForCausalLM": GEMMA,
         "Gemma3ForCausalLM": GEMMA3,
         "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Glm4ForCausalLM": GLM4,

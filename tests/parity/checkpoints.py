@@ -139,6 +139,36 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
          "head_dim": 16},
     ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 20,
+         "num_attention_heads": 6, "num_key_value_heads": 3,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 1,
+         "shared_expert_intermediate_size": 40},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
+         "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "head_dim": 20,
+         "first_k_dense_replace": 1, "max_window_layers": 2, "sliding_window": 33},
+    ),
+    "ernie-moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 16, "moe_num_shared_experts": 2,
+         "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "num_attention_heads": 6,
+         "num_key_value_heads": 3, "attention_bias": True},
+    ),
+    "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
+    "iquest-coder": ("IQuestCoderConfig", {"head_dim": 20, "num_key_value_heads": 1}),
     "glm4-moe": (
         "Glm4MoeConfig",
         {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
@@ -175,6 +205,7 @@ ARCHITECTURES |= {
         "Glm4MoeLiteConfig",
         {**LATENTS, **EXPERTS, "q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "youtu": ("YoutuConfig", {**LATENTS, "q_lora_rank": 20}),
     "deepseek-v3-dense": ("DeepseekV3Config", {**LATENTS, "q_lora_rank": 20, "first_k_dense_replace": 3}),
     "deepseek-v3-halves": (
         "DeepseekV3Config",

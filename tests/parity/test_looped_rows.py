@@ -31,13 +31,13 @@ from tests.parity.test_looped import LENGTHS, ROPES, SETTINGS, WIDTHS, answers, 
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
-SPARSE = ("Mo", "Mixtral", "GptOss")
+SPARSE = ("Mo", "Mixtral", "GptOss", "MiniMaxM2", "Dots1", "Olmoe")
 MIXTURES = [
     name
     for name, (config, _) in ARCHITECTURES.items()
     if any(kind in config for kind in SPARSE) and name not in RECURRENT
 ]
-LATENTS = [name for name, (config, _) in ARCHITECTURES.items() if "Deepseek" in config]
+LATENTS = [name for name, (config, _) in ARCHITECTURES.items() if "Deepseek" in config or "Youtu" in config]
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,62 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
         23_572_403_200,
     ),
+    "gemma-2b-it": (
+        {"architectures": ["GemmaForCausalLM"], "head_dim": 256, "hidden_act": "gelu", "hidden_size": 2048,
+         "intermediate_size": 16384, "max_position_embeddings": 8192, "num_attention_heads": 8, "num_hidden_layers": 18,
+         "num_key_value_heads": 1, "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "vocab_size": 256000},
+        2_506_172_416,
+    ),
+    "Qwen1.5-MoE-A2.7B-Chat": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "decoder_sparse_step": 1, "hidden_size": 2048,
+         "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+         "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60,
+         "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16, "rope_theta": 1000000.0,
+         "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "use_sliding_window": False,
+         "vocab_size": 151936},
+        14_315_784_192,
+    ),
+    "OLMoE-1B-7B-0924-Instruct": (
+        {"architectures": ["OlmoeForCausalLM"], "clip_qkv": None, "hidden_size": 2048, "intermediate_size": 1024,
+         "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+         "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-05,
+         "rope_theta": 10000.0, "vocab_size": 50304},
+        6_919_161_856,
+    ),
+    "dots.llm1.inst": (
+        {"architectures": ["Dots1ForCausalLM"], "attention_bias": False, "first_k_dense_replace": 1,
+         "hidden_size": 4096, "intermediate_size": 10944, "max_position_embeddings": 32768, "max_window_layers": 62,
+         "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 128,
+         "n_shared_experts": 2, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 6,
+         "num_hidden_layers": 62, "num_key_value_heads": 32, "rms_norm_eps": 1e-05, "rope_theta": 10000000,
+         "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None, "topk_group": 1,
+         "vocab_size": 152064},
+        142_774_381_696,
+    ),
+    "MiniMax-M2": (
+        {"architectures": ["MiniMaxM2ForCausalLM"], "attn_type_list": [1] * 62, "head_dim": 128, "hidden_size": 3072,
+         "intermediate_size": 1536, "max_position_embeddings": 196608, "num_attention_heads": 48,
+         "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+         "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+         "scoring_func": "sigmoid", "shared_intermediate_size": 0, "use_qk_norm": True, "use_routing_bias": True,
+         "vocab_size": 200064},
+        228_689_764_864,
+    ),
+    "ERNIE-4.5-21B-A3B-PT": (
+        {"architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "intermediate_size": 12288,
+         "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": -1,
+         "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+         "num_attention_heads": 20, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05,
+         "rope_theta": 500000.0, "tie_word_embeddings": True, "use_bias": False, "vocab_size": 103424},
+        21_825_437_888,
+    ),
+    "internlm3-8b-instruct": (
+        {"architectures": ["InternLM3ForCausalLM"], "bias": False, "head_dim": 128, "hidden_size": 4096,
+         "intermediate_size": 10240, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_hidden_layers": 48, "num_key_value_heads": 2, "qkv_bias": False, "rms_norm_eps": 1e-05,
+         "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000, "vocab_size": 128512},
+        8_804_241_408,
+    ),
     "OLMo-2-1124-7B": (
         {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
@@ -326,9 +382,25 @@ def test_gpt_oss() -> None:
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
-        {**LLAMA, "architectures": ["GemmaForCausalLM"]},
+        {**LLAMA, "architectures": ["Gemma4ForCausalLM"]},
         "unknown architecture .*LlamaForCausalLM, MistralForCausalLM",
     ),
+    ({**PUBLISHED["MiniMax-M2"][0], "scoring_func": "softmax"}, "scoring_func is 'softmax'; .*it must be 'sigmoid'"),
+    ({**PUBLISHED["MiniMax-M2"][0], "shared_intermediate_size": 8}, "shared_intermediate_size is 8; .* must be 0"),
+    ({**PUBLISHED["MiniMax-M2"][0], "attn_type_list": [0, 1]}, r"attn_type_list is \[0, 1\]; only softmax attention"),
+    ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "use_bias": True}, "use_bias is true"),
+    ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "moe_layer_end_index": 9}, r"moe_layer_end_index is 9; .*layer \(27\)"),
+    ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "moe_layer_interval": 2}, "moe_layer_interval is 2"),
+    ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "moe_norm_min": 0.1}, "moe_norm_min is 0.1; it must be <= 1e-06"),
+    ({**PUBLISHED["OLMoE-1B-7B-0924-Instruct"][0], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
+    ({**LLAMA, "architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 1.0}, "clip_qkv is 1.0; clipped projections"),
+    ({**PUBLISHED["internlm3-8b-instruct"][0], "bias": True}, "qkv_bias is False and bias is True; only both or none"),
+    ({**PUBLISHED["gemma-2b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_pytorch"),
+    (
+        {**PUBLISHED["gemma-2b-it"][0], "use_bidirectional_attention": True},
+        "use_bidirectional_attention is true; only causal",
+    ),
+    ({**PUBLISHED["Qwen1.5-MoE-A2.7B-Chat"][0], "decoder_sparse_step": 2}, "decoder_sparse_step is 2; only models"),
     ({**LLAMA, "architectures": None}, "must name one architecture, found None"),
     ({**LLAMA, "sliding_window": 512}, r"sliding_window is in use \(512\), which is not supported for Llama"),
     ({**MISTRAL, "sliding_window": 0}, "sliding_window is 0; it must be >= 1"),
@@ -494,7 +566,7 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 WINDOW_NAMES = ("Exaone4ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
-LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM")
 
 
 def config_class_of(architecture: str) -> Any:
@@ -511,10 +583,23 @@ def other_values(architecture: str) -> dict[str, Any]:
     known = {*config_class_of(architecture)().to_dict(), "rope_theta"}
     known |= {"partial_rotary_factor"} if architecture in ("Glm4MoeForCausalLM", "Phi3ForCausalLM") else set()
     settings = {name: value for name, value in OTHER_VALUES.items() if name in known}
-    settings["norm_topk_prob"] = architecture == "Qwen3MoeForCausalLM" or architecture.startswith("Qwen3_5Moe")
+    settings["norm_topk_prob"] = architecture in (
+        "Qwen3MoeForCausalLM",
+        "Dots1ForCausalLM",
+        "OlmoeForCausalLM",
+    ) or architecture.startswith("Qwen3_5Moe")
     if architecture == "GptOssForCausalLM":
         settings |= {"sliding_window": 77, "swiglu_alpha": 1.5, "swiglu_limit": 5.0}  # layer_types has windows
         settings.pop("rope_theta")  # without rope settings its config class ignores it
+    if architecture == "InternLM3ForCausalLM":  # whose config class wants all biases or none
+        settings |= {"attention_bias": False, "mlp_bias": False}
+    if architecture == "Ernie4_5_MoeForCausalLM":
+        settings |= {"use_bias": False, "moe_k": 4, "moe_num_experts": 72, "moe_layer_start_index": 2,
+                     "moe_num_shared_experts": 3}  # fmt: skip
+    if architecture == "GemmaForCausalLM":
+        settings["hidden_act"] = "gelu_pytorch_tanh"
+    if architecture == "Dots1ForCausalLM":
+        settings |= {"sliding_window": 77, "max_window_layers": 3}
     if "linear_key_head_dim" in known:
         settings["head_dim"] = 16  # of which a quarter is rotated
     if architecture in WINDOW_NAMES:

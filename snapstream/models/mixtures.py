@@ -1,0 +1,162 @@
+"""Mixtures of experts with the attention of Llama, Qwen or OLMo: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import MoEConfig
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    attention_biases,
+    num_layers,
+    read_sigmoid_moe,
+    windows_by_type,
+)
+from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed
+
+_MINIMAX_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def _minimax_settings(settings: Settings) -> Settings:
+    """Published files say how much of a head is rotated as a number of elements."""
+    if settings.get("rotary_dim") is None or settings.get("partial_rotary_factor") is not None:
+        return settings
+    share = whole_number(settings, "rotary_dim") / max(whole_number(settings, "head_dim"), 1)
+    return {**settings, "partial_rotary_factor": share}
+
+
+def _minimax(settings: Settings) -> Recipe:
+    """Sigmoid scores with a correction of the choice; the weights of the chosen experts add up to 1."""
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_local_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "intermediate_size"),
+        scoring="sigmoid",
+        normalise=True,
+        has_bias=True,
+    )
+    return {"has_whole_qk_norm": True, "moe": moe}
+
+
+def _minimax_refusals(settings: Settings) -> list[str]:
+    """Fields of published files that transformers does not read and that would change the model."""
+    reasons = []
+    known = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+             "shared_intermediate_size": 0}  # fmt: skip
+    for name, value in known.items():
+        if settings.get(name, value) != value:
+            reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
+    kinds = settings.get("attn_type_list")
+    if kinds is not None and kinds != [1] * num_layers(settings):
+        reasons.append(f"attn_type_list is {kinds!r}; only softmax attention (1) in every layer is supported")
+    return reasons
+
+
+def _minimax_tensors(config: ModelConfig) -> TensorSpecs:
+    correction = ".e_score_correction_bias"
+    return renamed(decoder_tensors(config, _MINIMAX_NAMES), {f".gate{correction}": correction})
+
+
+def _dots(settings: Settings) -> Recipe:
+    first = whole_number(settings, "max_window_layers")
+    windows = windows_by_type(settings, lambda layer: layer >= first)
+    return {**attention_biases(settings), **windows, "qk_norm": True, "moe": read_sigmoid_moe(settings)}
+
+
+def _ernie_moe(settings: Settings) -> Recipe:
+    """Softmax scores with a correction of the choice; weights of the chosen experts add up to 1."""
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "moe_num_experts"),
+        top_k=whole_number(settings, "moe_k"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=whole_number(settings, "moe_num_shared_experts"),
+        first_dense=whole_number(settings, "moe_layer_start_index"),
+        normalise=True,
+        has_bias=True,
+    )
+    return {"moe": moe}
+
+
+_MOST_NORM_MIN = 1e-6
+
+
+def _ernie_moe_refusals(settings: Settings) -> list[str]:
+    reasons, last = [], whole_number(settings, "num_hidden_layers") - 1
+    if flag(settings, "use_bias"):
+        reasons.append("use_bias is true; no published mixture of this architecture has it, so it is not built")
+    if (end := whole_number(settings, "moe_layer_end_index")) not in (-1, last):
+        reasons.append(f"moe_layer_end_index is {end}; only experts up to the last layer ({last}) are supported")
+    if (step := whole_number(settings, "moe_layer_interval")) != 1:
+        reasons.append(f"moe_layer_interval is {step}; only experts in every layer (1) are supported")
+    least = number(settings, "moe_norm_min", above=0.0)
+    if least > _MOST_NORM_MIN:  # sums of chosen probabilities stay far above the usual 1e-12
+        reasons.append(f"moe_norm_min is {least:g}; it must be <= {_MOST_NORM_MIN:g}")
+    return reasons
+
+
+def _ernie_moe_tensors(config: ModelConfig) -> TensorSpecs:
+    specs = renamed(decoder_tensors(config), {".gate.e_score_correction_bias": ".moe_statics.e_score_correction_bias"})
+    assert config.moe is not None
+    return {**specs, "router_bias": replace(specs["router_bias"], shape=(1, config.moe.num_experts))}
+
+
+def _olmoe(settings: Settings) -> Recipe:
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "intermediate_size"),
+        normalise=flag(settings, "norm_topk_prob"),
+    )
+    return {**attention_biases(settings), "has_whole_qk_norm": True, "moe": moe}
+
+
+def _olmoe_refusals(settings: Settings) -> list[str]:
+    limit = settings.get("clip_qkv")
+    return [] if limit is None else [f"clip_qkv is {limit!r}; clipped projections are not supported"]
+
+
+MINIMAX_M2 = Family(
+    defaults={
+        "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
+        "num_experts_per_tok": 8, "num_local_experts": 256, "rope_theta": 5_000_000.0,
+    },
+    rewrite=_minimax_settings,
+    recipe=_minimax,
+    refusals=_minimax_refusals,
+    has_experts=True,
+    is_partly_rotated=True,
+    tensors=_minimax_tensors,
+)  # fmt: skip
+DOTS1 = Family(
+    defaults={
+        "first_k_dense_replace": 0, "max_window_layers": 62, "moe_intermediate_size": 1408, "n_group": 1,
+        "norm_topk_prob": False, "num_key_value_heads": 32, "routed_scaling_factor": 1.0,
+        "sliding_window": 4096, "topk_group": 1,
+    },
+    recipe=_dots,
+    has_experts=True,
+    has_windows=True,
+)  # fmt: skip
+ERNIE4_5_MOE = Family(
+    defaults={
+        "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": -1,
+        "moe_layer_interval": 1, "moe_layer_start_index": 1, "moe_norm_min": 1e-12, "moe_num_experts": 64,
+        "moe_num_shared_experts": 2, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    recipe=_ernie_moe,
+    refusals=_ernie_moe_refusals,
+    has_experts=True,
+    is_interleaved=True,
+    skipped=("mtp", "model.mtp"),
+    tensors=_ernie_moe_tensors,
+)  # fmt: skip
+OLMOE = Family(
+    defaults={"eos_token_id": 50279, "num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
+    recipe=_olmoe,
+    refusals=_olmoe_refusals,
+    has_experts=True,
+)
