@@ -71,7 +71,7 @@ class LocalEngine:
         with suppress(TimeoutError, RuntimeError):  # RuntimeError: it failed
             await asyncio.wait_for(asyncio.wrap_future(self._client.when_idle()), drain_s)
         self._client.fail_all(lambda: EngineDead("the server was shut down before the answer was complete"))
-        await asyncio.to_thread(self._llm.engine_thread.stop)
+        await asyncio.to_thread(self._llm.engine_thread.close)
 
     def _check_ready(self) -> None:
         if (unavailable := self.unavailable) is not None:
