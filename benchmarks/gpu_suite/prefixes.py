@@ -27,9 +27,9 @@ def prefixes(bench: Bench) -> Figures:
     cut = resolve_chunking(decoder.config, dtype=bench.device.dtype_name, device=bench.device.name)
     config = engine_config(bench, slots, STREAMS + 1, context + NEW + 256, cut.chunk_len)
     config = replace(config, chunking=cut)
-    block_bytes = PrefixStoreConfig(num_bytes=1).block_len * decoder.kv_spec().prefix_token_bytes
+    block_bytes = 256 * decoder.kv_spec().prefix_token_bytes
     num_blocks = 2 * (context + NEW) // 256 + 1
-    store = PrefixStoreConfig(num_bytes=num_blocks * block_bytes, min_tokens=256)
+    store = PrefixStoreConfig(num_bytes=num_blocks * block_bytes, block_len=256, min_tokens=256)
     prompts = [random_prompt(context + NEW, decoder.config.vocab_size, seed=seed) for seed in range(3)]
     later = [prompt[:context] + random_prompt(NEW, decoder.config.vocab_size, seed=9) for prompt in prompts]
     engine = _engine(bench, decoder, config)

@@ -82,9 +82,10 @@ class ParallelConfig:
         return self.num_local or self.size
 
 
-BLOCK_LEN = 256  # tokens; a hit equals a cold prefill bit for bit where its end is also the end of a chunk
+# Tokens of a block; a hit equals a cold prefill bit for bit where its end is also the end of a chunk. A GPU copies each
+# layer of a block over its link, which is slow in small pieces.
+BLOCK_LEN = {"cpu": 64, "cuda": 256}
 SNAPSHOT_LEN = 2048  # tokens
-MIN_TOKENS = 1024  # of a prompt that is kept or looked up: shorter ones would help guess other people's prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +93,16 @@ class PrefixStoreConfig:
     """Host memory that keeps the exact keys and values of prompts; lengths in tokens."""
 
     num_bytes: int
-    block_len: int = BLOCK_LEN  # tokens that are stored, found and evicted together
-    min_tokens: int = MIN_TOKENS  # shorter prompts, and shorter common prefixes, are ignored
+    block_len: int = 0  # tokens that are stored, found and evicted together; 0: 64, and 256 on a GPU
+    min_tokens: int = 1  # shorter prompts, and shorter common prefixes, are ignored
     snapshot_len: int = SNAPSHOT_LEN  # tokens between two snapshots of the states of recurrent layers
 
     def __post_init__(self) -> None:
-        set_counts(self, num_bytes=1, block_len=1, min_tokens=1, snapshot_len=2)
+        set_counts(self, num_bytes=1, block_len=0, min_tokens=1, snapshot_len=2)
+
+    def on(self, device: str) -> PrefixStoreConfig:
+        """The store with the block length of a device, if it has none of its own."""
+        return self if self.block_len else replace(self, block_len=BLOCK_LEN["cpu" if device == "cpu" else "cuda"])
 
     def num_blocks(self, token_bytes: int) -> int:
         """Blocks that it holds; ValueError where not one fits. ``token_bytes``: of a token over all layers."""
@@ -286,6 +291,7 @@ class EngineConfig(Settings):
         set_counts(self, num_speculative_tokens=0)
         if self.prefix_store is not None:
             as_kind("prefix_store", self.prefix_store, PrefixStoreConfig)
+            object.__setattr__(self, "prefix_store", self.prefix_store.on(self.device))
             set_counts(self, prefix_blocks=1, prefix_max_len=0, prefix_disk=0)
             check(
                 not self.selector.needs_all_queries,

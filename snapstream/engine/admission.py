@@ -9,7 +9,8 @@ Rules, in the order in which they bind:
    every job ends, the long prompt's turn comes.
 4. Short prompts in the queue share a job of at most ``chunk_len`` tokens; a long prompt has its own.
 5. A request with a remote prefill needs rows only; no request passes it while it waits for them.
-6. A prompt whose beginning an open job writes into the prefix store waits for that job; requests behind it do not.
+6. A prompt whose beginning an open job, or a prompt of the same pack, writes into the prefix store waits for that job;
+   requests behind it do not.
 
 Invariant: a row is free, or owned by exactly one sample.
 """
@@ -285,6 +286,8 @@ class Admission:
             if self._is_short(live):
                 if not wants_short or len(live.samples) > rows_left or not self._joins(pack, live):
                     break
+                if self.prefixes is not None and self.prefixes.must_wait(live, pack):
+                    continue
                 pack.append(live)
                 rows_left -= len(live.samples)
                 num_in_order += not long_waits

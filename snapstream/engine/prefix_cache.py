@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import takewhile
 
 from snapstream.config import EngineConfig, PrefixStoreConfig
 from snapstream.engine.request_state import LiveRequest
@@ -390,9 +391,7 @@ class PrefixLookup:
 
     def __init__(self, store: PrefixStoreConfig, config: EngineConfig, tier: PrefixTier | None = None) -> None:
         self._block_len, self._longest = store.block_len, config.prefix_max_len or config.max_model_len
-        # Short prompts are packed and take a unit or two: they are not looked up.
-        self._least = max(store.min_tokens, config.chunking.short_len + 1)
-        self._min_restored = store.min_tokens
+        self._least = self._min_restored = store.min_tokens
         self._snapshot_blocks = max(store.snapshot_len // store.block_len, 1)
         self.index = PrefixIndex(config.prefix_blocks, config.prefix_snapshots)
         self._queued: dict[LiveRequest, _Lookup] = {}
@@ -423,13 +422,16 @@ class PrefixLookup:
         path = self.index.path(namespace, chain_of(token_ids, self._block_len))
         return len(self.index.up_to_snapshot(path[: _num_ready(path)])) * self._block_len
 
-    def must_wait(self, live: LiveRequest) -> bool:
-        """Whether an open job writes so much of this prompt that it should wait for its end."""
+    def must_wait(self, live: LiveRequest, pack: Sequence[LiveRequest] = ()) -> bool:
+        """Whether an open job, or the one that would be opened for ``pack``, writes so much of this prompt that it
+        should wait for its end.
+        """
         if (lookup := self._queued.get(live)) is None:
             return False
         if lookup.awaited is not None and not lookup.awaited.is_ready:
             return True
-        if self.index.num_written == 0 and (self._disk is None or lookup.was_fetched):
+        in_pack = max((self._shared(live, other) for other in pack), default=0)  # blocks
+        if self.index.num_written == 0 and in_pack == 0 and (self._disk is None or lookup.was_fetched):
             return False
         most = self._most_restored(live)
         path = self.index.path(live.request.namespace, lookup.chain)[:most]
@@ -440,10 +442,20 @@ class PrefixLookup:
             least = -(-self._min_restored // self._block_len)
             lookup.awaited = self._disk.fetch(live.request.namespace, lookup.chain[:most], ready, least)
             return lookup.awaited is not None
-        spared, left = (len(path) - ready) * self._block_len, live.num_tokens - ready * self._block_len
-        is_worth_it = 2 * spared >= left and len(path) * self._block_len >= self._min_restored
-        lookup.awaited = path[-1] if path and is_worth_it else None
-        return lookup.awaited is not None
+        known = max(len(path), min(in_pack, most))
+        spared, left = (known - ready) * self._block_len, live.num_tokens - ready * self._block_len
+        is_worth_it = 2 * spared >= left and known * self._block_len >= self._min_restored
+        lookup.awaited = path[-1] if path and len(path) == known and is_worth_it else None
+        return known > 0 and is_worth_it
+
+    def _shared(self, live: LiveRequest, other: LiveRequest) -> int:
+        """Blocks at the beginning of a queued prompt that another one will write. With recurrent layers 0: nobody knows
+        yet where the other takes snapshots.
+        """
+        if other not in self._queued or live.request.namespace != other.request.namespace or self.index.num_snapshots:
+            return 0
+        pairs = zip(self._queued[live].chain, self._queued[other].chain, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def open(self, live: LiveRequest) -> PrefixMoves | None:
         """The request's job opens: the blocks that it reads and writes; None if there are none."""

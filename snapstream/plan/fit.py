@@ -159,7 +159,7 @@ def engine_config(
     heads = None
     if isinstance(options.heads, HeadProfile):
         heads = head_slots(model, options.heads, budget, max_model_len)
-    store = options.prefix_store if isinstance(options.prefix_store, PrefixStoreConfig) else None
+    store = options.prefix_store.on(device) if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or preferred_executor(device)
     formats, kept["kv_dtype"] = resolve_formats(model, options, device=device)

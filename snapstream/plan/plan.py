@@ -324,6 +324,7 @@ def _prefix_plan(model: ModelConfig, options: EngineOptions, prompt_len: int, gp
     if not isinstance(store, PrefixStoreConfig):
         return None
     bandwidth, link = gpu.bandwidth_bytes_per_s, gpu.link_bytes_per_s
+    store = store.on("cuda")
     return prefix_plan(
         model, options.dtype, store, prompt_len, bandwidth=bandwidth, link=link, num_ranks=options.tensor_parallel
     )

@@ -29,7 +29,7 @@ from snapstream.plan.memory import DraftMemory, engine_memory, prefix_store_byte
 # prefix_store="auto" takes this part of the host memory that the engine leaves free; less on a CPU, where page cache
 # and other processes need the same memory.
 AUTO_STORE_PART = {"cpu": 8, "gpu": 4}
-AUTO_STORE_PROMPTS = 4  # prompts of min_tokens, at least
+AUTO_STORE_TOKENS = 4096  # at least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +130,8 @@ def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine
     if free is None:
         free, kind = machine.free_bytes - engine_memory(model, config).total_bytes, "cpu"
     num_bytes = free // AUTO_STORE_PART[kind] * config.parallel.size  # of all ranks, what is free is of one
-    least = PrefixStoreConfig(num_bytes=1).min_tokens * AUTO_STORE_PROMPTS
     token_bytes = store_token_bytes(model, config.parallel, config.dtype)
-    return PrefixStoreConfig(num_bytes=num_bytes) if num_bytes >= least * token_bytes else None
+    return PrefixStoreConfig(num_bytes=num_bytes) if num_bytes >= AUTO_STORE_TOKENS * token_bytes else None
 
 
 def resolve_budget(budget: Budget, max_model_len: int, observation_len: int) -> KVBudget:

@@ -291,6 +291,28 @@ def test_a_prompt_waits_for_the_one_that_writes_its_beginning(folder: Path) -> N
     assert stats is not None and (stats.hits, stats.queries) == (240, 4 * 92 + 70)
 
 
+def test_short_prompts_share_a_job_and_their_beginning(folder: Path) -> None:
+    """Packed prompts fill the store and read it, each its own part; of several that begin alike one is computed."""
+    system, settings = ids(45), {"chunk_len": 64, "max_rows": 8}
+    prompts = [ids(20, seed=31), system + ids(5, seed=32), ids(9, seed=33), ids(6, seed=34)]
+    second = [prompts[0] + ids(12, seed=41), system + ids(9, seed=42), prompts[2] + ids(17, seed=43), ids(5, seed=44)]
+    alike = [ids(40, seed=50) + ids(4 + seed, seed=51 + seed) for seed in range(3)]
+    with engine(folder, prefix_store=None, **settings) as llm:
+        cold = [llm.generate(own, GREEDY) for own in (prompts, second, alike)]
+    with engine(folder, **settings) as llm:
+        warm = [llm.generate(own, GREEDY) for own in (prompts, second, alike)]
+    cached = [[output.cached_tokens for output in own] for own in warm]
+    assert cached == [[0, 0, 0, 0], [16, 40, 8, 0], [0, 40, 40]]
+    for one, other in zip(sum(cold, []), sum(warm, []), strict=True):
+        same(one, other, exact=False)
+
+
+def test_the_default_store_finds_prompts_of_a_hundred_tokens(folder: Path) -> None:
+    document = ids(100)
+    with engine(folder, prefix_store="1MiB", chunk_len=512) as llm:
+        assert [answer(llm, document + ids(3, seed=seed)).cached_tokens for seed in (1, 2)] == [0, 64]
+
+
 def test_aborts_while_blocks_are_read_and_written(folder: Path) -> None:
     """A request given up in the middle of its prefill leaves nothing behind, and the next finds no half block."""
     document = ids(90)
@@ -323,7 +345,7 @@ def test_what_is_allocated_is_what_is_counted(folder: Path) -> None:
         assert llm.engine.prefix_stats is not None and llm.engine.prefix_stats.used_blocks == 5
     with pytest.raises(ValueError, match=r"for the prefix store|prefix_store takes .* are free"):
         LLM(folder, budget=64, prefix_store="900TiB", progress=False)
-    with pytest.raises(ValueError, match="prefix_store is 100 bytes; a block of 256 tokens takes"):
+    with pytest.raises(ValueError, match="prefix_store is 100 bytes; a block of 64 tokens takes"):
         LLM(folder, budget=64, prefix_store=100, progress=False)
     for wrong in ("8", "much", -1, "8 potatoes"):
         with pytest.raises(ValueError, match="prefix_store"):

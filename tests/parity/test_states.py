@@ -106,7 +106,7 @@ def test_a_hybrid_keeps_what_its_documents_say() -> None:
 
 def test_a_planned_store_shares_its_bytes_between_blocks_and_snapshots() -> None:
     model = model_config_from_dict({"architectures": ["Qwen3_5MoeForCausalLM"], "max_position_embeddings": 262144})
-    spec, store = KVSpec.of(model, "bfloat16"), PrefixStoreConfig(num_bytes=64 * 2**30)
+    spec, store = KVSpec.of(model, "bfloat16"), PrefixStoreConfig(num_bytes=64 * 2**30).on("cuda")
     num_blocks = store.num_blocks(spec.stored_token_bytes(store.snapshot_len))
     snapshots = store.num_snapshots(num_blocks)
     assert snapshots == num_blocks * store.block_len // 1024

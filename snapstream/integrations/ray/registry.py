@@ -136,12 +136,15 @@ class Route:
         return Route, (None, self.caller)
 
 
+ROUTED_TOKENS = 1024  # prompts that begin with the same ones go to the same replica; shorter ones to the freest
+
+
 def route_key(request: Request, config: EngineConfig | None) -> bytes:
-    """Hash of the prefix by which the prefix store finds a prompt; b"" where it holds none."""
+    """Hash of the first ``ROUTED_TOKENS`` of a prompt; b"" for a shorter one, or where no replica stores prompts."""
     store = None if config is None else config.prefix_store
     if store is None or request.positions is not None:
         return b""
-    num_blocks = max(1, store.min_tokens // store.block_len)
+    num_blocks = max(1, ROUTED_TOKENS // store.block_len)
     chain = chain_of(request.prompt_token_ids[: num_blocks * store.block_len], store.block_len)
     if len(chain) < num_blocks:
         return b""

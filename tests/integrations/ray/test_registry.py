@@ -68,15 +68,15 @@ def test_keys_spread_and_move_only_with_their_replica() -> None:
 def test_a_key_is_what_the_prefix_store_goes_by() -> None:
     config = EngineConfig(
         max_model_len=4096, max_rows=4, budget=KVBudget.of(64), prefix_blocks=8,
-        prefix_store=PrefixStoreConfig(num_bytes=1, block_len=16, min_tokens=32),
+        prefix_store=PrefixStoreConfig(num_bytes=1, block_len=16),
     )  # fmt: skip
-    prompt = list(range(40))
+    prompt = list(range(1030))
     key = route_key(request(prompt), config)
-    assert key and key == route_key(request([*prompt, 9, 9]), config) == route_key(request(prompt[:32]), config)
-    assert key != route_key(request([*prompt[:31], 99]), config) != route_key(request(prompt, "other"), config)
-    assert route_key(request(prompt[:31]), config) == b""  # nothing so short is looked up
+    assert key and key == route_key(request([*prompt, 9, 9]), config) == route_key(request(prompt[:1024]), config)
+    assert key != route_key(request([*prompt[:1023], 99]), config) != route_key(request(prompt, "other"), config)
+    assert route_key(request(prompt[:1023]), config) == b""  # the freest replica
     assert route_key(request(prompt), None) == route_key(request(prompt), replace(config, prefix_store=None)) == b""
-    compressed = replace(request(prompt), positions=tuple(range(40)))
+    compressed = replace(request(prompt), positions=tuple(range(1030)))
     assert route_key(compressed, config) == b""  # neither are compressed ones
 
 

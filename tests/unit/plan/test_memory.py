@@ -228,8 +228,8 @@ def test_auto_takes_an_eighth_of_what_a_cpu_engine_leaves() -> None:
     without = resolve(MODEL, replace(OPTIONS, prefix_store=None), machine(60 * GIB))
     free = 60 * GIB - engine_memory(MODEL, without).total_bytes
     config = resolve(MODEL, OPTIONS, machine(60 * GIB))
-    assert config.prefix_store == PrefixStoreConfig(num_bytes=free // 8)
-    assert config.prefix_blocks == free // 8 // (256 * TOKEN)
+    assert config.prefix_store == PrefixStoreConfig(num_bytes=free // 8, block_len=64)
+    assert config.prefix_blocks == free // 8 // (64 * TOKEN)
     assert "GiB (auto)," in describe_store(MODEL, OPTIONS, config)
     rows = resolve(MODEL, replace(OPTIONS, max_rows="auto"), machine(60 * GIB))
     assert rows.prefix_store is not None and rows.max_rows > 20, "rows take what the store leaves"
@@ -240,7 +240,7 @@ def test_auto_takes_a_quarter_of_the_hosts_memory_beside_a_gpu() -> None:
     gpu = {"device": "cuda", "free_bytes": 79 * GIB, "total_bytes": 80 * GIB, "host_free_bytes": 40 * GIB}
     options = replace(OPTIONS, device="cuda")
     config = resolve(MODEL, options, machine(0, **gpu))
-    assert config.prefix_store == PrefixStoreConfig(num_bytes=10 * GIB)
+    assert config.prefix_store == PrefixStoreConfig(num_bytes=10 * GIB, block_len=256)
     assert engine_memory(MODEL, config).store_bytes == 0, "it is not the GPU's memory"
 
 
