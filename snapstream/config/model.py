@@ -367,6 +367,13 @@ class Multipliers:
             check(getattr(self, name) > 0, f"the multiplier of {name} is {getattr(self, name)}; it must be over 0")
 
 
+class LengthScale(NamedTuple):
+    """Queries are multiplied by ``1 + beta ln(1 + floor(position / original))`` (Llama 4, Ministral 3)."""
+
+    beta: float
+    original: int  # tokens within which nothing is scaled
+
+
 class LayerNorms(NamedTuple):
     """Names in the checkpoint of a layer's norms, by their place; None: there is none."""
 
@@ -481,6 +488,7 @@ class ModelConfig:
     norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
     activation: Activation = "silu"  # of gate
     window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
+    length_scale: LengthScale | None = None  # of queries, by position
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     # Attention outputs are gated by a second part of the query projection, in the checkpoint head by head (Qwen3-Next).
@@ -561,6 +569,12 @@ class ModelConfig:
                 and own.is_interleaved == self.rope.is_interleaved,
                 "layers with and without sliding windows must rotate the same numbers of a head",
             )
+        if self.length_scale is not None:
+            check(
+                not self.qk_norm and not self.has_whole_qk_norm and self.window_rope is None,
+                "queries scaled by position beside norms of queries or a rope of sliding windows are not supported",
+            )
+            check(self.length_scale.original >= 1, f"length_scale is {self.length_scale}; original must be >= 1")
         rotated = self.rope.rotary_dim(self.head_dim)
         check(
             rotated % 2 == 0 and 2 <= rotated <= self.head_dim,

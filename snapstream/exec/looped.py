@@ -65,6 +65,8 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
         return (
             f"{model.architecture} has multipliers, norms, rope or an activation that the GPU kernel does not support"
         )
+    if model.length_scale is not None:
+        return f"{model.architecture} scales queries by position, which the GPU kernel does not support"
     if model.has_attention_gate:
         return f"{model.architecture} gates the output of attention, which the GPU kernel does not support"
     if config.weights is not None and not _reads(config.weights, config.dtype):

@@ -105,6 +105,8 @@ def model_of(decoder: Decoder) -> Model:
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
         has_attention_gate=config.has_attention_gate,
+        scaled_from=0 if config.length_scale is None else config.length_scale.original,
+        query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
         **{role: _stack(decoder, role) for role in _STACKS},
         **{name: address(vectors.get(name)) for name in _VECTORS},
         **{f"{role}_bias": address(bias) for role, bias in biases.items()},

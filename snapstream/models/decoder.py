@@ -212,12 +212,17 @@ class Decoder:
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine ``[T, 1, E]`` fp32 of every token. If layers with sliding windows have other angles,
-        these come second: ``[2, T, 1, E]``.
+        these come second: ``[2, T, 1, E]``. So does, in place of the cosine, what queries are multiplied by if the
+        position scales them.
 
         ``seq_lens [T]`` is the length of each token's sequence when it is fed: the prompt length in prefill,
         position + 1 in decode. Only dynamic stretching and longrope read it.
         """
         angles = [rope.angles(positions, seq_lens) for rope in self._ropes]
+        if (scale := self.config.length_scale) is not None:
+            (cos, sin), spans = angles[0], (positions // scale.original).to(torch.float32)
+            factors = 1.0 + scale.beta * torch.log1p(spans)
+            return torch.stack((cos, factors[:, None, None].expand_as(cos))), torch.stack((sin, sin))
         if len(angles) == 1:
             return angles[0]
         return torch.stack([cos for cos, _ in angles]), torch.stack([sin for _, sin in angles])

@@ -82,12 +82,12 @@ def _softmax_scale(settings: Settings, query_dim: int) -> float:
 
 def deepseek_v3_refusals(settings: Settings) -> list[str]:
     """Why a model of latents with sigmoid routing would not be computed faithfully."""
-    return [*_latent_refusals(settings), *_routing_refusals(settings, "sigmoid", ("noaux_tc",))]
+    return [*latent_refusals(settings), *routing_refusals(settings, "sigmoid", ("noaux_tc",))]
 
 
 def _deepseek_v2_refusals(settings: Settings) -> list[str]:
     """Why a model of latents with softmax routing would not be computed faithfully."""
-    reasons = _latent_refusals(settings) + _routing_refusals(settings, "softmax", ("greedy", "group_limited_greedy"))
+    reasons = latent_refusals(settings) + routing_refusals(settings, "softmax", ("greedy", "group_limited_greedy"))
     if flag(settings, "norm_topk_prob"):
         reasons.append("norm_topk_prob is true; no published model of this architecture normalises, so it is not built")
     return reasons
@@ -108,17 +108,19 @@ def _read_softmax_moe(settings: Settings) -> MoEConfig:
     )
 
 
-def _routing_refusals(settings: Settings, scoring: str, methods: tuple[str, ...]) -> list[str]:
+def routing_refusals(settings: Settings, scoring: str, methods: tuple[str, ...]) -> list[str]:
     """Fields that transformers does not read and that would change the routing."""
     reasons = []
     for name, known in (("scoring_func", (scoring,)), ("topk_method", methods), ("moe_layer_freq", (1,))):
         value = settings.get(name)
         if value is not None and value not in known:
-            reasons.append(f"{name} is {value!r}; of this architecture it must be {' or '.join(map(repr, known))}")
+            expected = " or ".join(map(repr, known)) or "absent"
+            reasons.append(f"{name} is {value!r}; of this architecture it must be {expected}")
     return reasons
 
 
-def _latent_refusals(settings: Settings) -> list[str]:
+def latent_refusals(settings: Settings) -> list[str]:
+    """Why latent attention would not be computed faithfully."""
     reasons = []
     if flag(settings, "attention_bias"):
         reasons.append("attention_bias is true; no published model of this architecture has it, so it is not built")
@@ -134,5 +136,5 @@ DEEPSEEK_V3 = Family(defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek
 YOUTU = Family(
     defaults={**_LATENTS, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
     recipe=_youtu,
-    refusals=_latent_refusals,
+    refusals=latent_refusals,
 )

@@ -8,7 +8,7 @@ tensors and a layer class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -19,6 +19,7 @@ from snapstream.config.model import (
     DeltaNet,
     LatentConfig,
     LayerNorms,
+    LengthScale,
     MoEConfig,
     Multipliers,
     ShortConv,
@@ -50,6 +51,7 @@ class Recipe(TypedDict, total=False):
     activation: Activation  # of gate
     window_rope: RopeConfig | None  # of layers with sliding windows
     rope: RopeConfig  # of the others, where config.json has one for each kind of layers
+    length_scale: LengthScale  # of queries
     latent: LatentConfig  # multi-head latent attention
     has_attention_gate: bool
     recurrent: ShortConv | DeltaNet  # what recurrent layers compute in place of attention
@@ -136,6 +138,7 @@ class Family:
     other_layer_types: tuple[str, ...] = ()  # of layer_types, that the recipe supports beside attention
     is_partly_rotated: bool = False  # partial_rotary_factor applies
     is_text_part: bool = False  # settings are in text_config; checkpoints also have towers for images
+    text_parts: Mapping[str, Family] = field(default_factory=dict)  # whose defaults count, by model_type of text_config
     has_rope_by_kind: bool = False  # the recipe reads the rope settings, which differ by kind of layers
     has_own_activation: bool = False  # the recipe reads or refuses it; hidden_act does not count
     is_interleaved: bool = False  # checkpoints rotate the pairs (0, 1), (2, 3) ... of a head, not its halves
@@ -150,7 +153,8 @@ class Family:
             if not isinstance(inner, dict):
                 raise ValueError(f"text_config is {inner!r}; it must be an object of settings")
             settings = {**settings, **inner}
-        return self.rewrite({"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **self.defaults, **settings})
+        own = self.text_parts.get(str(settings.get("model_type")), self)
+        return own.rewrite({"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **own.defaults, **settings})
 
 
 def read_sigmoid_moe(settings: Settings) -> MoEConfig:

@@ -85,6 +85,7 @@ class LatentLayer:
         self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.vector("kv_a_norm")
         self._mlp = mlp_of(config, weights, kernels, group)
         self._heads = LatentHeads(config, config.latent, weights, kernels)
+        self._scales_queries = config.length_scale is not None
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``: ``[T', H, U]``."""
@@ -117,6 +118,8 @@ class LatentLayer:
     def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
         """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""
         latent, kernels = self._latent, self._kernels
+        scales = rope[0][1, ..., :1] if self._scales_queries else None  # [T, 1, 1]
+        rope = rope if scales is None else (rope[0][0], rope[1][0])
         if self._q_a is not None and self._q_a_norm is not None:
             reduced = kernels.rms_norm(self._q_a.multiply(normed, None, kernels), self._q_a_norm, LATENT_EPS)
         else:
@@ -127,6 +130,8 @@ class LatentLayer:
         unrotated = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]
         rotated = kernels.norm_rope(unrotated, _NO_NORM, rope, 0)
         queries = torch.cat((queries[..., : latent.nope_dim], rotated[:, :-1]), -1)
+        if scales is not None:
+            queries.mul_(scales)
         return queries, torch.cat((compressed[:, None], rotated[:, -1:]), -1)
 
 

@@ -280,9 +280,10 @@ class DenseLayer:
         self._num_gates = config.num_heads * config.head_dim if config.has_attention_gate else 0
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
+        self._scales_queries, self._num_queries = config.length_scale is not None, config.num_heads * config.head_dim
         self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
         if config.has_whole_qk_norm:
-            queries = config.num_heads * config.head_dim
+            queries = self._num_queries
             columns = slice(queries), slice(queries, queries + config.num_kv_heads * config.head_dim)
             self._whole_norms = list(zip(columns, (weights.vector("q_norm"), weights.vector("k_norm")), strict=True))
 
@@ -296,6 +297,9 @@ class DenseLayer:
             heads = self._qkv.multiply_normed(given, self._qkv_bias, self._kernels)
         for columns, weight in self._whole_norms:
             heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
+        if self._scales_queries:
+            heads[:, : self._num_queries].mul_(rope[0][1, :, 0, :1])
+            rope = rope[0][0], rope[1][0]
         if self._rope_kind is not None:
             rope = rope[0][self._rope_kind], rope[1][self._rope_kind]
         if not self._is_rotated:

@@ -36,7 +36,7 @@ from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, GRANITE, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
-from snapstream.models.mistral import MINISTRAL, MISTRAL, MISTRAL3_TEXT_PART, MIXTRAL
+from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, MINIMAX_M2, OLMOE
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
@@ -63,6 +63,8 @@ FAMILIES: Registry[Family] = Registry(
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": MISTRAL,
         "MinistralForCausalLM": MINISTRAL,
+        "Ministral3ForCausalLM": MINISTRAL3,
+        "Mistral4ForCausalLM": MISTRAL4,
         "Mistral3ForConditionalGeneration": MISTRAL3_TEXT_PART,
         "Qwen2ForCausalLM": QWEN2,
         "Qwen3ForCausalLM": QWEN3,

@@ -53,6 +53,13 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 33,
          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "ministral3": (  # beyond 32 tokens queries are scaled
+        "Ministral3Config",
+        {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3,
+         "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 1.0,
+                             "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+                             "original_max_position_embeddings": 32}},
+    ),
     "granite": (
         "GraniteConfig",
         {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4, "logits_scaling": 1.7,
@@ -205,6 +212,21 @@ ARCHITECTURES |= {
         "Glm4MoeLiteConfig",
         {**LATENTS, **EXPERTS, "q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "mistral4": (
+        "Mistral4Config",
+        {
+            **LATENTS,
+            **EXPERTS,
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                **LATENTS["rope_parameters"],
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "youtu": ("YoutuConfig", {**LATENTS, "q_lora_rank": 20}),
     "deepseek-v3-dense": ("DeepseekV3Config", {**LATENTS, "q_lora_rank": 20, "first_k_dense_replace": 3}),
     "deepseek-v3-halves": (
@@ -224,12 +246,19 @@ ARCHITECTURES |= {
 RECURRENT = [name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5"))]
 
 
+def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:
+    """A model of that config class, with fresh weights; also of a class that AutoModelForCausalLM does not know."""
+    config = getattr(transformers, class_name)(**changes)
+    if class_name == "Mistral4Config":
+        return transformers.Mistral4ForCausalLM(config)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
 def make_model(name: str, **sizes: int) -> Any:
     """A transformers model with random weights, fp32, evaluation mode, the same every time; of other ``sizes``."""
     class_name, changes = ARCHITECTURES[name]
-    config = getattr(transformers, class_name)(**{**SIZES, **changes, **sizes})
     torch.manual_seed(len(name))
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = causal_lm(class_name, {**SIZES, **changes, **sizes}).float().eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith(

@@ -23,7 +23,17 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
-from tests.parity.checkpoints import ARCHITECTURES, DELTA, LLAMA3, RECURRENT, SIZES, VOCAB, randomise_corrections, save
+from tests.parity.checkpoints import (
+    ARCHITECTURES,
+    DELTA,
+    LLAMA3,
+    RECURRENT,
+    SIZES,
+    VOCAB,
+    causal_lm,
+    randomise_corrections,
+    save,
+)
 from tests.parity.heads import split
 
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
@@ -117,8 +127,7 @@ def build(name: str) -> Any:
     """A transformers model with random weights, norms and biases too, so that ignoring one would show."""
     class_name, changes = MODELS[name]
     torch.manual_seed(sum(map(ord, name)))
-    config = getattr(transformers, class_name)(**{**SIZES, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = causal_lm(class_name, {**SIZES, **changes}).float().eval()
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith(("bias", "sinks", "A_log")):
@@ -195,6 +204,14 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "sliding_window": None, "head_dim": 20},
         {"vision_config": {**VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},
     ),
+    "Mistral3-ministral3": (
+        {"model_type": "ministral3", "head_dim": 20, "rope_parameters": {**DEEPSEEK_YARN, "llama_4_scaling_beta": 0.5}},
+        {"vision_config": {**VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},
+    ),
+    "Mistral3-mistral4": (
+        {"model_type": "mistral4", **ARCHITECTURES["mistral4"][1]},
+        {"vision_config": {**VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},
+    ),
 }
 
 
@@ -204,6 +221,7 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
 ) -> None:
     text, around = WITH_TOWERS[name]
     torch.manual_seed(5)
+    name = name.partition("-")[0]
     config = getattr(transformers, f"{name}Config")(text_config={**SIZES, **text}, **around)
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).float().eval()
     with torch.no_grad():

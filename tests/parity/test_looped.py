@@ -89,6 +89,7 @@ OTHERS = (
     "Dots1",
     "Olmoe",
     "Youtu",
+    "Mistral4",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

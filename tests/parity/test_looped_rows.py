@@ -37,7 +37,11 @@ MIXTURES = [
     for name, (config, _) in ARCHITECTURES.items()
     if any(kind in config for kind in SPARSE) and name not in RECURRENT
 ]
-LATENTS = [name for name, (config, _) in ARCHITECTURES.items() if "Deepseek" in config or "Youtu" in config]
+LATENTS = [
+    name
+    for name, (config, _) in ARCHITECTURES.items()
+    if any(kind in config for kind in ("Deepseek", "Youtu", "Mistral4"))
+]
 
 
 @pytest.fixture(scope="module")

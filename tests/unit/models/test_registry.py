@@ -186,6 +186,33 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "rope_scaling": {"factor": 6.0, "rope_type": "dynamic"}, "rope_theta": 50000000, "vocab_size": 128512},
         8_804_241_408,
     ),
+    "Ministral-3-8B-Instruct-2512": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
+            "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+            "max_position_embeddings": 262144, "model_type": "ministral3", "num_attention_heads": 32,
+            "num_hidden_layers": 34, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_parameters": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384, "rope_theta": 1000000.0,
+                "rope_type": "yarn", "type": "yarn"},
+            "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 131072},
+         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
+        8_489_553_920,
+    ),
+    "Mistral-Small-4-119B-2603": (
+        {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
+            "first_k_dense_replace": 0, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+            "kv_lora_rank": 256, "max_position_embeddings": 1048576, "model_type": "mistral4",
+            "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+            "norm_topk_prob": True, "num_attention_heads": 32, "num_experts_per_tok": 4, "num_hidden_layers": 36,
+            "num_key_value_heads": 32, "q_lora_rank": 1024, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-06, "rope_interleave": True, "rope_parameters": {
+                "beta_fast": 32.0, "beta_slow": 1.0, "factor": 128.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0,
+                "mscale_all_dim": 1.0, "original_max_position_embeddings": 8192, "partial_rotary_factor": 0.5,
+                "rope_theta": 10000.0, "rope_type": "yarn", "type": "yarn"},
+            "routed_scaling_factor": 1.0, "topk_group": 1, "v_head_dim": 128, "vocab_size": 131072},
+         "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
+        118_972_826_624,
+    ),
     "OLMo-2-1124-7B": (
         {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
@@ -401,6 +428,19 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "use_bidirectional_attention is true; only causal",
     ),
     ({**PUBLISHED["Qwen1.5-MoE-A2.7B-Chat"][0], "decoder_sparse_step": 2}, "decoder_sparse_step is 2; only models"),
+    (
+        {**LLAMA, "architectures": ["Ministral3ForCausalLM"], "rope_scaling": YARN},
+        "llama_4_scaling_beta is None; it must be a number",
+    ),
+    (
+        {
+            **PUBLISHED["Mistral-Small-4-119B-2603"][0]["text_config"],
+            "architectures": ["Mistral4ForCausalLM"],
+            "topk_method": "greedy",
+            "scoring_func": "sigmoid",
+        },
+        "scoring_func is 'sigmoid'; .*topk_method is 'greedy'; .* must be absent",
+    ),
     ({**LLAMA, "architectures": None}, "must name one architecture, found None"),
     ({**LLAMA, "sliding_window": 512}, r"sliding_window is in use \(512\), which is not supported for Llama"),
     ({**MISTRAL, "sliding_window": 0}, "sliding_window is 0; it must be >= 1"),
@@ -432,8 +472,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "final_logit_softcapping is 30.0; only models without soft caps.*only causal attention",
     ),
     (
-        {**LLAMA, "architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
-        "text_config has model_type 'ministral3'; only 'mistral'",
+        {**LLAMA, "architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "mistral9"}},
+        "text_config has model_type 'mistral9'; only 'mistral' or 'ministral3' or 'mistral4'",
     ),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 5}, "text_config is 5; it must be an object"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
@@ -566,7 +606,8 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 WINDOW_NAMES = ("Exaone4ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
-LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM")
+LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
+                "Mistral4ForCausalLM")  # fmt: skip
 
 
 def config_class_of(architecture: str) -> Any:

@@ -80,6 +80,8 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     // Beyond long_original tokens, where that is not 0, the frequencies are these (longrope), [rotated / 2] or null.
     const float* long_frequencies;
     int64_t long_original;
+    int64_t scaled_from;  // queries at positions from here on are multiplied (query_scale in step.h); 0: none are
+    float query_beta;
     float dynamic_factor, dynamic_theta, rope_scale, eps;
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;

@@ -91,6 +91,8 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const float* k_norm = w.model.k_norm ? w.model.k_norm + place * k_normed * size : nullptr;
     for (int64_t r = 0; r < group; ++r)
         rotated_head(w, queries + (kv_head * group + r) * size, q_norm, angle, q + r * size, queries, q_normed);
+    if (const float stretch = query_scale(w, b); stretch != 1.0f)
+        for (int64_t i = 0; i < group * size; ++i) q[i] *= stretch;
     if (rows.queries && part == 0) {
         const int64_t kept = rows.next_position[row] % rows.kept_queries;
         const int64_t line = (layer * rows.num_rows + row) * rows.kept_queries + kept;

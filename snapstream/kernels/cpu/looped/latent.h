@@ -60,12 +60,12 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
         float* out = w.absorbed.queries + b * stride + head * latent_size(w);
         for (int64_t t = 0; t < tokens; ++t) {
             const float* q = w.absorbed.wide + ((b + t) * w.model.heads + head) * query_size(w);
-            for (int64_t i = 0; i < w.latent.nope_dim; ++i)
-                w.scratch[t * w.latent.nope_dim + i] = q[i] * w.latent.factor;
+            const float factor = w.latent.factor * query_scale(w, b + t);
+            for (int64_t i = 0; i < w.latent.nope_dim; ++i) w.scratch[t * w.latent.nope_dim + i] = q[i] * factor;
             if (block) continue;
             float* turned = out + t * stride + w.latent.rank;
             rotate_halves(w, q + w.latent.nope_dim, b + t, turned);
-            for (int64_t i = 0; i < w.latent.rope_dim; ++i) turned[i] *= w.latent.factor;
+            for (int64_t i = 0; i < w.latent.rope_dim; ++i) turned[i] *= factor;
         }
         mix_rows(tokens, w.scratch, w.latent.nope_dim, up, w.latent.rank, w.latent.nope_dim, columns, out + first,
                  stride, false);
