@@ -1,7 +1,7 @@
 """Tables of what ``plan`` counts for published models: rows, what the paper's node holds, prefill, experts.
 
 Nothing is measured: every number follows from config.json. ``python -m figures`` writes them into
-docs/research/latents.md.
+docs/research/latents.md and docs/models.md.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from benchmarks.published import MODELS
 from figures.markdown import table
 from snapstream.config import DType, EngineOptions, ModelConfig, make_selector
 from snapstream.config.model import StoredWeights
+from snapstream.config.values import format_bytes
 from snapstream.models.quantization import stored_format
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.models.sharding import num_parameters, weight_bytes
 from snapstream.plan.fit import resolve_chunking, weight_formats
 from snapstream.plan.memory import prefill_memory
+from tests.unit.models.test_registry import GPT_OSS_20B, GPT_OSS_120B, PUBLISHED
 
 DTYPE: DType = "bfloat16"
 SLOTS = {"128k": 131_072, "32k": 32_768, "8k": 8192}
@@ -99,9 +101,35 @@ def experts_table() -> str:
     return table(["experts read by a step", "per token", *(f"{batch} rows" for batch in BATCHES)], lines) + "\n"
 
 
+CONTEXTS = {"8k": 8192, "128k": 131_072, "1M": 1_048_576}
+STATE_SLOTS = 4096
+# Their sizes are the defaults of the architecture.
+DEFAULTS = {"Qwen3-Next-80B-A3B": "Qwen3NextForCausalLM", "Qwen3.5-35B-A3B": "Qwen3_5MoeForCausalLM"}
+
+
+def states_table() -> str:
+    """What a sequence keeps in bf16: everything, by tokens of context up to the model's own, and as a row."""
+    settings = {name: found for name, (found, _) in PUBLISHED.items()} | MODELS
+    settings |= {"gpt-oss-20b": GPT_OSS_20B, "gpt-oss-120b": GPT_OSS_120B}
+    hybrids = {name: {"architectures": [own], "max_position_embeddings": 262_144} for name, own in DEFAULTS.items()}
+    lines = []
+    for name, found in sorted((settings | hybrids).items(), key=lambda item: item[0].lower()):
+        model = model_config_from_dict(found)
+        spec = kv_spec_of(model, DTYPE)
+        full = [
+            format_bytes(spec.limited(tokens).row_bytes(tokens)) if tokens <= model.max_position else "-"
+            for tokens in CONTEXTS.values()
+        ]
+        slots = min(STATE_SLOTS, model.max_position)
+        row = spec.limited(model.max_position).row_bytes(slots)
+        lines.append([name, f"{model.max_position:,}", *full, format_bytes(row)])
+    return table(["model", "context", *(f"at {name}" for name in CONTEXTS), f"row of {STATE_SLOTS:,}"], lines) + "\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "planned_rows": rows_table,
     "planned_node": node_table,
     "planned_prefill": prefill_table,
     "planned_experts": experts_table,
+    "planned_states": states_table,
 }

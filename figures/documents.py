@@ -21,7 +21,7 @@ README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 DOCUMENTS = (
     README,
-    *(DOCS / name for name in ("performance.md", "compression.md")),
+    *(DOCS / name for name in ("performance.md", "compression.md", "models.md")),
     *(
         DOCS / "research" / name
         for name in ("results.md", "accuracy.md", "prompt-compression.md", "latents.md", "scale.md")

@@ -60,6 +60,7 @@ class Recipe(TypedDict, total=False):
     moe: MoEConfig | None  # experts instead of the MLP
     num_kv_heads: int
     head_dim: int
+    max_position: int  # where max_position_embeddings already counts what rope stretches
     num_mtp_layers: int
 
 

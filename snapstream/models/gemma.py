@@ -39,7 +39,8 @@ def _gemma3(settings: Settings) -> Recipe:
         "activation": "gelu_tanh", "head_dim": head_dim, "multipliers": Multipliers(
             embedding=math.sqrt(max(hidden, 1)), attention=math.sqrt(max(head_dim, 1) / scale)
         ),
-        "norm_offset": 1.0, "norms": _NORMS, "qk_norm": True,
+        "max_position": whole_number(settings, "max_position_embeddings"), "norm_offset": 1.0, "norms": _NORMS,
+        "qk_norm": True,
     }  # fmt: skip
 
 

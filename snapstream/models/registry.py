@@ -226,7 +226,15 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=next(iter(token_ids(settings, "bos_token_id")), None),
         eos_token_ids=token_ids(settings, "eos_token_id"),
     )
-    return ModelConfig(**{**plain, **recipe, "rope": rope, "is_text_part": family.is_text_part})
+    values = {**plain, **recipe, "rope": rope, "is_text_part": family.is_text_part}
+    windows = recipe.get("windows")
+    if (
+        windows is not None
+        and recipe.get("window_rope") is None
+        and max(filter(None, windows)) >= values["max_position"]
+    ):
+        values["windows"] = None  # they hold the whole context; so a budget applies
+    return ModelConfig(**values)
 
 
 def find_refusals(settings: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
 from snapstream.config.model import LatentConfig
 from snapstream.exec.executors import executor_of
+from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 from snapstream.models.sharding import active_parameters, num_parameters, rank_config
 
@@ -129,6 +130,73 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "sliding_window": None, "vocab_size": 131072},
          "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
         23_572_403_200,
+    ),
+    "Llama-3.1-8B-Instruct": (
+        {"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+         "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": {
+             "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+             "rope_type": "llama3"},
+         "rope_theta": 500000.0, "vocab_size": 128256},
+        8_030_261_248,
+    ),
+    "Mistral-7B-v0.1": (
+        {"architectures": ["MistralForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+         "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+         "vocab_size": 32000},
+        7_241_732_096,
+    ),
+    "Qwen2.5-7B-Instruct": (
+        {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "intermediate_size": 18944,
+         "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+         "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+         "use_sliding_window": False, "vocab_size": 152064},
+        7_615_616_512,
+    ),
+    "Qwen3-8B": (
+        {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+         "max_position_embeddings": 40960, "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "sliding_window": None,
+         "use_sliding_window": False, "vocab_size": 151936},
+        8_190_735_360,
+    ),
+    "SmolLM3-3B": (
+        {"architectures": ["SmolLM3ForCausalLM"], "hidden_size": 2048, "intermediate_size": 11008,
+         "max_position_embeddings": 65536, "no_rope_layer_interval": 4, "num_attention_heads": 16,
+         "num_hidden_layers": 36, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 5000000.0,
+         "tie_word_embeddings": True, "vocab_size": 128256},
+        3_075_098_624,
+    ),
+    "Seed-OSS-36B-Instruct": (
+        {"architectures": ["SeedOssForCausalLM"], "attention_bias": True, "attention_out_bias": False, "head_dim": 128,
+         "hidden_size": 5120, "intermediate_size": 27648, "max_position_embeddings": 524288, "mlp_bias": False,
+         "num_attention_heads": 80, "num_hidden_layers": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+         "rope_theta": 10000000.0, "vocab_size": 155136},
+        36_151_104_512,
+    ),
+    "GLM-4-9B-0414": (
+        {"architectures": ["Glm4ForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_size": 4096,
+         "intermediate_size": 13696, "max_position_embeddings": 32768, "num_attention_heads": 32,
+         "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05,
+         "rope_theta": 10000.0, "vocab_size": 151552},
+        9_400_279_040,
+    ),
+    "phi-4": (
+        {"architectures": ["Phi3ForCausalLM"], "hidden_size": 5120, "intermediate_size": 17920,
+         "max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40,
+         "num_key_value_heads": 10, "original_max_position_embeddings": 16384, "rms_norm_eps": 1e-05,
+         "rope_theta": 250000, "sliding_window": None, "vocab_size": 100352},
+        14_659_507_200,
+    ),
+    "Olmo-3-7B-Instruct": (
+        {"architectures": ["Olmo3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32,
+         "num_key_value_heads": 32, "rms_norm_eps": 1e-06, "rope_scaling": {
+             "attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0,
+             "original_max_position_embeddings": 8192, "rope_type": "yarn"},
+         "rope_theta": 500000, "sliding_window": 4096, "vocab_size": 100278},
+        7_298_011_136,
     ),
     "gemma-2b-it": (
         {"architectures": ["GemmaForCausalLM"], "head_dim": 256, "hidden_act": "gelu", "hidden_size": 2048,
@@ -247,6 +315,21 @@ def test_the_gpu_kernel_refuses_other_recipes(name: str) -> None:
     assert f"{model.architecture} has " in str(executor_of("looped", "cuda").why_not(model, config))
 
 
+def test_a_row_of_phi_4_mini_has_a_budget_in_spite_of_its_window() -> None:
+    """Its sliding_window, 262,144, is longer than its context."""
+    spec = KVSpec.of(model_config_from_dict(PUBLISHED["Phi-4-mini-instruct"][0]), "bfloat16")
+    assert spec.row_bytes(4096) == 512 * 2**20
+
+
+def test_a_window_with_a_rope_of_its_own_stays_one() -> None:
+    model = model_config_from_dict({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": 65536})
+    assert model.layer_windows[0] == 65536 and model.window_rope is not None
+
+
+def test_the_context_of_gemma_3_is_what_its_config_says() -> None:
+    assert model_config_from_dict(PUBLISHED["gemma-3-4b-it"][0]).max_position == 131_072
+
+
 def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:
     settings = PUBLISHED["gemma-3-1b-it"][0]
     model = model_config_from_dict({**settings, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
@@ -268,11 +351,19 @@ def test_layers_without_rope() -> None:
 
 WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...] | None]] = [
     ({**MISTRAL, "sliding_window": 512}, (512, 512)),
-    ({key: MISTRAL[key] for key in MISTRAL if key != "sliding_window"}, (4096, 4096)),  # as Mistral 7B v0.1 and Zephyr
+    (  # as Mistral 7B v0.1 and Zephyr
+        {key: MISTRAL[key] for key in MISTRAL if key != "sliding_window"} | {"max_position_embeddings": 4097},
+        (4096, 4096),
+    ),
+    ({**MISTRAL, "sliding_window": 4096}, None),  # holds the whole context
     (MISTRAL, None),
     (QWEN2, None),
     ({**QWEN2, "use_sliding_window": True}, None),  # from layer max_window_layers on, and there is none
-    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, (None, 4096)),
+    (
+        {**QWEN2, "use_sliding_window": True, "max_window_layers": 1, "sliding_window": 4095},
+        (None, 4095),
+    ),
+    ({**QWEN2, "use_sliding_window": True, "max_window_layers": 1}, None),
     ({**QWEN3, "use_sliding_window": True, "sliding_window": 64}, None),
     ({**QWEN3, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, (64, 64)),
     (
