@@ -76,6 +76,14 @@ class PrefillEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedRow:
+    """A row with nothing evicted whose keys and values fill blocks of the prefix store."""
+
+    row: int
+    moves: PrefixMoves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """A prefill job: prompts packed one after the other, run layer by layer, each layer in chunks.
 
@@ -141,10 +149,13 @@ class UnitRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step: drop jobs, open jobs, copy received rows, run units, decode a token for each of ``decode_rows``."""
+    """One step: drop jobs, save rows of answers that have ended, open jobs, copy received rows, run units, decode a
+    token for each of ``decode_rows``.
+    """
 
     step_id: int
     dropped_jobs: tuple[int, ...] = ()  # aborted before their last unit
+    saved_rows: tuple[SavedRow, ...] = ()  # before anything is written to them
     opened_jobs: tuple[JobSpec, ...] = ()
     prepared: tuple[PrefillEntry, ...] = ()  # with a remote prefill: their grammars may be compiled now
     received: tuple[ReceivedRow, ...] = ()
@@ -153,7 +164,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        opens = self.dropped_jobs or self.opened_jobs or self.prepared or self.received
+        opens = self.dropped_jobs or self.saved_rows or self.opened_jobs or self.prepared or self.received
         return not (opens or self.units or self.decode_rows)
 
 

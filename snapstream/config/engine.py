@@ -277,6 +277,7 @@ class EngineConfig(Settings):
     prefix_store: PrefixStoreConfig | None = None
     prefix_blocks: int = 0  # that the store holds
     prefix_snapshots: int = 0  # of recurrent states that the store holds; 0 for models without
+    prefix_row_len: int = 0  # longest sequence whose row has the exact keys and values that the store keeps; 0: none
     prefix_dir: str = ""  # folder of the store's disk tier; none by default
     prefix_disk: int = 0  # bytes that it may hold
     prefix_max_len: int = 0  # longer prompts are neither stored nor looked up; 0: max_model_len
@@ -292,7 +293,7 @@ class EngineConfig(Settings):
         if self.prefix_store is not None:
             as_kind("prefix_store", self.prefix_store, PrefixStoreConfig)
             object.__setattr__(self, "prefix_store", self.prefix_store.on(self.device))
-            set_counts(self, prefix_blocks=1, prefix_max_len=0, prefix_disk=0)
+            set_counts(self, prefix_blocks=1, prefix_max_len=0, prefix_disk=0, prefix_row_len=0)
             check(
                 not self.selector.needs_all_queries,
                 f"selector {self.selector.name!r} needs the queries of a whole prompt, and a prefix store keeps keys "

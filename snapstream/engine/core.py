@@ -109,7 +109,8 @@ class Engine:
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
         """Clear a namespace of the prefix store, by default all; the number of blocks removed."""
-        return 0 if self._prefixes is None else self._prefixes.reset(namespace)
+        running = {*self._live.values(), *self._scheduler.ended_requests}
+        return 0 if self._prefixes is None else self._prefixes.reset(namespace, running)
 
     def close(self) -> None:
         """Finish writing the prefix store's files, and close the runner. The engine cannot be used afterwards."""
@@ -196,6 +197,9 @@ class Engine:
         if result.step_id != planned.plan.step_id:
             raise RuntimeError(f"the runner answered step {planned.plan.step_id} with step {result.step_id}")
         now = self._clock()
+        if self._prefixes is not None:
+            for answer in planned.answers:
+                self._prefixes.answer_written(answer)
         for live in planned.prefilled:
             if self._prefixes is not None:
                 self._prefixes.written(live)

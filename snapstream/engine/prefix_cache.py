@@ -20,8 +20,8 @@ from heapq import heappop, heappush
 from itertools import takewhile
 
 from snapstream.config import EngineConfig, PrefixStoreConfig
-from snapstream.engine.request_state import LiveRequest
-from snapstream.step import PrefixMoves, PrefixTier, StoredBlock
+from snapstream.engine.request_state import LiveRequest, LiveSample
+from snapstream.step import PrefixMoves, PrefixTier, SavedRow, StoredBlock
 from snapstream.types import NAMESPACE_BORDER, PrefixUse
 
 PROTECTED = 0.8  # share of the blocks that hits may protect, at most
@@ -48,6 +48,7 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)
     is_ready: bool = False
     num_users: int = 0  # jobs that read it
+    is_answer: bool = False  # filled from a row: the last of its keys and values were made by decode
     is_lost: bool = False  # removed from the tree; its number is reused when no job holds it
     namespace: str = ""  # of a root
     snapshot: int | None = None  # number of a snapshot of the recurrent states after its last token
@@ -218,8 +219,7 @@ class PrefixIndex:
 
     def reset(self, namespace: str | None = None) -> int:
         """Clear a namespace and those below it, by default all; the number of blocks removed."""
-        below = f"{namespace}{NAMESPACE_BORDER}"
-        names = [name for name in self._roots if namespace in (None, name) or name.startswith(below)]
+        names = [name for name in self._roots if _is_within(name, namespace)]
         roots = [self._roots.pop(name) for name in names]
         return sum(self._remove(child) for root in roots for child in list(root.children.values()))
 
@@ -264,6 +264,11 @@ class PrefixIndex:
         is_known = node.parent is None and self._roots.get(node.namespace) is node
         if is_known and not node.children and node.num_users == 0:
             del self._roots[node.namespace]
+
+
+def _is_within(name: str, namespace: str | None) -> bool:
+    """Whether a namespace is this one or below it; all are below None."""
+    return namespace in (None, name) or name.startswith(f"{namespace}{NAMESPACE_BORDER}")
 
 
 def _common(first: bytes, second: bytes) -> int:
@@ -360,7 +365,10 @@ class PrefixStats:
 
     queries: int = 0  # prompt tokens that were looked up
     hits: int = 0  # of those, tokens that were cached
+    answer_hits: int = 0  # of those, tokens whose keys and values were made by decode
     saved: int = 0
+    saved_answers: int = 0  # of those, from rows
+    lost_answers: int = 0  # generated tokens whose row had evicted some, or is not exact
     evicted_blocks: int = 0
     used_blocks: int = 0
     num_blocks: int = 0
@@ -374,6 +382,16 @@ class _Lookup:
     rest: bytes  # ids behind the last full block
     awaited: Node | None = None  # the last node that an open job or the disk fills for it
     was_fetched: bool = False  # looked up on disk
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """A prompt with its answer, whose row fills blocks in a plan."""
+
+    saved: SavedRow
+    namespace: str
+    chain: Chain
+    reservation: Reservation
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,11 +417,22 @@ class PrefixLookup:
         self._filled: dict[LiveRequest, _Held] = {}  # jobs whose last unit is planned, until its result has been read
         self._tier = tier
         self._disk = None if tier is None else DiskTransfers(self.index, tier)
-        self._queries = self._hits = self._saved = 0
+        self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
+        self._queries = self._hits = self._answer_hits = self._saved = self._saved_answers = self._lost_answers = 0
 
     def stats(self) -> PrefixStats:
         index = self.index
-        return PrefixStats(self._queries, self._hits, self._saved, index.num_evicted, index.num_used, index.num_blocks)
+        return PrefixStats(
+            queries=self._queries,
+            hits=self._hits,
+            answer_hits=self._answer_hits,
+            saved=self._saved,
+            saved_answers=self._saved_answers,
+            lost_answers=self._lost_answers,
+            evicted_blocks=index.num_evicted,
+            used_blocks=index.num_used,
+            num_blocks=index.num_blocks,
+        )
 
     def arrive(self, live: LiveRequest) -> None:
         """A request joins the queue."""
@@ -468,6 +497,7 @@ class PrefixLookup:
             restored = ()
         self._queries += live.num_tokens
         self._hits += len(restored) * self._block_len
+        self._answer_hits += sum(node.is_answer for node in restored) * self._block_len
         diverged_at = self.index.diverged_at(namespace, lookup.chain, lookup.rest)
         live.output.prefix = PrefixUse(cached_tokens=len(restored) * self._block_len, diverged_at=diverged_at)
         self.index.take(restored)
@@ -518,6 +548,41 @@ class PrefixLookup:
         for node, number in held.snapshots:
             self.index.end_snapshot(node, number, is_done=is_done)
 
+    def store_answer(self, sample: LiveSample) -> StoredAnswer | None:
+        """A decoded sample has ended, and its row is saved by the plan in the making: the blocks that it fills.
+
+        None if there are none, or if the row does not have the exact keys and values of all its tokens.
+        """
+        live, token_ids = sample.request, sample.output.token_ids
+        is_exact = live.request.positions is None and not live.request.is_prefilled_remotely
+        if not (is_exact and live.stores_answer):
+            return None
+        num_tokens = live.num_tokens + len(token_ids) - 1  # that were fed; the last one may not have been
+        # A step whose result was not read may have written one more token, and those that were drafted for it.
+        num_written = num_tokens + 1 + self._num_drafted
+        if num_tokens < self._least or num_tokens > self._longest:
+            return None
+        if num_written > min(self._row_len, live.budget.capacity):
+            self._lost_answers += len(token_ids)
+            return None
+        chain = chain_of((*live.request.prompt_token_ids, *token_ids[:-1]), self._block_len)
+        reservation = self.index.reserve(live.request.namespace, chain)
+        if not reservation.nodes:
+            return None
+        for node in reservation.nodes:
+            node.is_answer = True
+        self.index.commit(reservation)  # plans run in order
+        num_saved = len(reservation.nodes) * self._block_len
+        self._saved, self._saved_answers = self._saved + num_saved, self._saved_answers + num_saved
+        numbers = tuple(node.number for node in reservation.nodes)
+        moves = PrefixMoves(block_len=self._block_len, saved=numbers, first_saved=reservation.first)
+        return StoredAnswer(SavedRow(row=sample.row, moves=moves), live.request.namespace, chain, reservation)
+
+    def answer_written(self, answer: StoredAnswer) -> None:
+        """The result of the step that saved a row was read: write its blocks to disk."""
+        if self._disk is not None:
+            self._disk.write(answer.namespace, answer.chain, answer.reservation)
+
     def written(self, live: LiveRequest) -> None:
         """The result of the step that filled the last of its blocks was read: write them to disk."""
         held = self._filled.pop(live, None)
@@ -533,8 +598,13 @@ class PrefixLookup:
         if self._disk is not None:
             self._disk.wait()
 
-    def reset(self, namespace: str | None) -> int:
-        """Clear a namespace and those below it, by default all, on disk too; the number of blocks in memory."""
+    def reset(self, namespace: str | None, running: Iterable[LiveRequest] = ()) -> int:
+        """Clear a namespace and those below it, by default all, on disk too; the number of blocks in memory. Answers of
+        ``running`` requests in it will not be stored.
+        """
+        for live in running:
+            if _is_within(live.request.namespace, namespace):
+                live.stores_answer = False
         if self._tier is not None:
             self._tier.forget(namespace)
         return self.index.reset(namespace)

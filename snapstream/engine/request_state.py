@@ -363,6 +363,7 @@ class LiveRequest:
     arrived: float  # time in seconds
     first_unit: float | None = None
     first_token: float | None = None
+    stores_answer: bool = True  # in the prefix store; False after a reset
 
     def __post_init__(self) -> None:
         for sample in self.samples:

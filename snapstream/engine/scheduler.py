@@ -21,11 +21,12 @@ plan that holds it is in flight may be reassigned by the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from snapstream.config import EngineConfig
 from snapstream.engine.admission import Admission, Job, unit_work
+from snapstream.engine.prefix_cache import StoredAnswer
 from snapstream.engine.request_state import LiveRequest, LiveSample
 from snapstream.step import JobSpec, KVReceived, PrefillEntry, PrefixTier, ReceivedRow, StepPlan, UnitRange
 
@@ -38,6 +39,7 @@ class PlannedStep:
     started: tuple[LiveRequest, ...] = ()  # their first unit is in this plan
     prefilled: tuple[LiveRequest, ...] = ()  # their last unit, or their received row, is in this plan
     reserved: tuple[LiveRequest, ...] = ()  # have rows now, and wait for a remote prefill
+    answers: tuple[StoredAnswer, ...] = ()  # whose rows are saved by this plan
     decoding: tuple[LiveSample, ...]  # aligned with plan.decode_rows
 
 
@@ -57,6 +59,7 @@ class Scheduler:
         self._jobs: dict[int, Job] = {}
         self._decoding: dict[int, LiveSample] = {}  # by row
         self._batch: tuple[tuple[int, ...], tuple[LiveSample, ...]] | None = None  # these in order; None: they changed
+        self._ended: list[LiveSample] = []  # decoded, and not yet offered to the prefix store
         self._sending: dict[int, LiveSample] = {}  # by row: prefilled, and not yet sent to the decode engine
         self._awaiting_kv: dict[LiveRequest, PrefillEntry] = {}  # in order of reservation
         self._kv_received: dict[LiveRequest, ReceivedRow] = {}
@@ -68,8 +71,13 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a plan would hold anything; KV transfers in progress do not count."""
-        is_busy = self._jobs or self._decoding or self._dropped or self._kv_received
+        is_busy = self._jobs or self._decoding or self._dropped or self._kv_received or self._ended
         return bool(is_busy or self.admission.has_room)
+
+    @property
+    def ended_requests(self) -> Iterable[LiveRequest]:
+        """Of samples that have decoded, and whose rows the prefix store has not seen yet."""
+        return (sample.request for sample in self._ended)
 
     def holds_id(self, request_id: str) -> bool:
         """Whether an open job still has the id; an aborted prompt stays in a job that others share."""
@@ -85,6 +93,8 @@ class Scheduler:
             if owners.get(sample.row) is sample:
                 del owners[sample.row]
                 self._batch = None
+                if owners is self._decoding and self.admission.prefixes is not None:
+                    self._ended.append(sample)
                 self.admission.free_row(sample.row)
 
     def receive_kv(self, live: LiveRequest, row: KVReceived) -> None:
@@ -121,13 +131,14 @@ class Scheduler:
         if self.admission.prefixes is not None:
             self.admission.prefixes.poll()
         if not (
-            self._jobs or self._dropped or self.admission.num_waiting or self._kv_received
+            self._jobs or self._dropped or self.admission.num_waiting or self._kv_received or self._ended
         ):  # most steps: decode only
             self._count_decoded(decoding)
             plan = StepPlan(step_id=self._next_step_id, decode_rows=decode_rows)
             self._next_step_id += not plan.is_empty
             return PlannedStep(plan=plan, decoding=decoding)
         dropped, self._dropped = tuple(self._dropped), []
+        answers = self._store_answers()
         reserved = self._reserve()
         received, self._kv_received = self._kv_received, {}
         opened, units = self._plan_units(is_ready, is_decoding=bool(decoding))
@@ -142,6 +153,7 @@ class Scheduler:
         plan = StepPlan(
             step_id=self._next_step_id,
             dropped_jobs=dropped,
+            saved_rows=tuple(answer.saved for answer in answers),
             opened_jobs=tuple(opened),
             prepared=tuple(entry for entry in reserved.values() if entry.sampling.grammar is not None),
             received=tuple(received.values()),
@@ -155,8 +167,17 @@ class Scheduler:
             started=tuple(live for job in begun for live in job.requests),
             prefilled=(*received, *(live for job in ended for live in job.requests)),
             reserved=tuple(reserved),
+            answers=tuple(answers),
             decoding=decoding,
         )
+
+    def _store_answers(self) -> list[StoredAnswer]:
+        """Rows of answers that have ended, for the prefix store: nothing has been written to them since."""
+        ended, self._ended = self._ended, []
+        if self.admission.prefixes is None:
+            return []
+        found = [self.admission.prefixes.store_answer(sample) for sample in ended]
+        return [answer for answer in found if answer is not None]
 
     def _reserve(self) -> dict[LiveRequest, PrefillEntry]:
         """Give rows to the requests with a remote prefill at the head of the queue."""

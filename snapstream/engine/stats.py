@@ -34,7 +34,9 @@ class EngineStats:
     prefix_blocks_total: int = 0
     prefix_queries_total: int = 0  # prompt tokens that were looked up
     prefix_hits_total: int = 0  # of those, tokens that were cached
+    prefix_answer_hits_total: int = 0  # of those, tokens that decode had made
     prefix_saved_total: int = 0  # tokens
+    prefix_lost_answers_total: int = 0  # generated tokens that could not be stored
     prefix_evicted_blocks_total: int = 0
     stalls_total: int = 0  # engines that were killed because they did not respond
     rows_sent_total: int = 0  # to other engines
@@ -88,7 +90,9 @@ class StatsCounter:
             prefix_blocks_total=prefix.num_blocks,
             prefix_queries_total=prefix.queries,
             prefix_hits_total=prefix.hits,
+            prefix_answer_hits_total=prefix.answer_hits,
             prefix_saved_total=prefix.saved,
+            prefix_lost_answers_total=prefix.lost_answers,
             prefix_evicted_blocks_total=prefix.evicted_blocks,
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,

@@ -22,9 +22,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from snapstream.kv.cache import KVCache
 from snapstream.kv.prefix_store import PrefixBlocks
 from snapstream.kv.spec import State
-from snapstream.step import JobSpec, PrefillEntry, PrefixMoves
+from snapstream.step import JobSpec, PrefillEntry, PrefixMoves, SavedRow
 
 Mark = Any  # a point in a stream
 
@@ -117,6 +118,17 @@ class PrefixMover:
             stored_keys.copy_(keys[:, own])
             if stored_values is not None:
                 stored_values.copy_(values[:, own])
+
+
+def save_row(blocks: PrefixBlocks, cache: KVCache, saved: SavedRow) -> None:
+    """Fill blocks from a row in the staging dtype that has evicted nothing: token ``p`` is in slot ``p``."""
+    moves, (row,) = saved.moves, cache.local_rows((saved.row,))
+    for layer in range(cache.spec.num_layers):
+        stored = [cache.slots(own, layer, row) for own in (cache.k, cache.v)]  # [G, C, E]
+        for own, block in zip(_pieces(moves, moves.first_saved, len(moves.saved)), moves.saved, strict=True):
+            for filled, slots in zip(blocks.layer(block, layer), stored, strict=True):
+                if filled is not None:
+                    filled.copy_(slots[:, own])
 
 
 def _pieces(moves: PrefixMoves, first: int, count: int) -> Iterator[slice]:

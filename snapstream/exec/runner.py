@@ -21,7 +21,7 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts
 from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
-from snapstream.exec.prefix_store import PrefixMover, make_mover
+from snapstream.exec.prefix_store import PrefixMover, make_mover, save_row
 from snapstream.exec.reselection import RecentQueries, Reselector
 from snapstream.exec.results import (
     Arriving,
@@ -237,6 +237,9 @@ class ModelRunner:
         self._grammars.catch_up()
         for job_id in plan.dropped_jobs:
             self._drop(job_id)
+        if self.prefix_blocks is not None:
+            for saved in plan.saved_rows:
+                save_row(self.prefix_blocks, self.cache, saved)
         for spec in plan.opened_jobs:
             self._jobs[spec.job_id] = self._open_job(spec)
             for entry in spec.entries:

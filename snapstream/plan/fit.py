@@ -194,6 +194,7 @@ def engine_config(
         parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
         prefix_max_len=model.rope.original_max_position if model.rope.depends_on_length else 0,
+        prefix_row_len=0 if store is None or heads else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
     if model.windows is not None and config.reselection is not None:
@@ -206,6 +207,15 @@ def engine_config(
     if options.executor is None:
         return _with_drafts(model, replace(config, executor=FALLBACK), options)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
+
+
+def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, max_model_len: int) -> int:
+    """``EngineConfig.prefix_row_len`` without per-head budgets."""
+    is_split_by_rows = options.parallel.attention == "dp" and options.parallel.size > 1
+    if model.recurrent_layers or is_split_by_rows or kv_dtype != "auto":
+        return 0
+    windows = [window for window in model.windows or () if window is not None]
+    return min([max_model_len, *windows])
 
 
 def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:

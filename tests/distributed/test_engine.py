@@ -98,6 +98,9 @@ def test_beginnings_that_are_stored_are_restored_on_every_rank(pair: Pair) -> No
     before = pair.stored_tokens()
     pair.same([common + ids(11, 9)], GREEDY)
     assert pair.stored_tokens() == (before[0] + 120, before[1] + 120)
+    said = pair.same([ids(6, 21)], GREEDY)[0].samples[0].token_ids
+    pair.same([ids(6, 21) + said + ids(5, 22)], GREEDY)
+    assert pair.stored_tokens() == (before[0] + 144, before[1] + 144), "24 tokens of the prompt and its answer"
 
 
 def test_prompts_with_positions_of_their_own(pair: Pair) -> None:

@@ -91,6 +91,11 @@ class FakeRunner:
         to_decode = {row for row, resident in self.rows.items() if not self._is_over(resident)}
         for job_id in plan.dropped_jobs:
             self._drop(job_id)
+        for saved in plan.saved_rows:
+            resident, moves = self.rows[saved.row], saved.moves
+            num_fed = len(resident.entry.token_ids) + resident.num_drawn - 1
+            assert (moves.first_saved + len(moves.saved)) * moves.block_len <= num_fed, "tokens that were not fed yet"
+            assert num_fed <= resident.entry.budget.capacity, "the row has evicted some"
         for spec in plan.opened_jobs:
             self._open(spec)
         pending = FakePending(self, StepResult(step_id=plan.step_id), [])

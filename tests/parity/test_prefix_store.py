@@ -205,6 +205,65 @@ def test_many_turns(folder: Path) -> None:
     assert seen == [0, *((20 + 11 * turn) // BLOCK * BLOCK for turn in range(9))]
 
 
+SAY = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)
+LATER = [24, 56, 88]  # tokens that turns two to four find; 32, 62 and 92 were prompts and answers before them
+FOUND: list[tuple[str, dict[str, Any], list[int], int]] = [  # tokens found in each turn, and those made by decode
+    ("llama-gqa-tied", {}, LATER, 104),
+    ("llama-gqa-tied", {"executor": "eager", "chunk_len": 7}, LATER, 104),
+    ("llama-gqa-tied", {"num_speculative_tokens": 4}, LATER, 104),
+    ("llama-gqa-tied", {"dtype": "bfloat16"}, LATER, 104),
+    ("qwen2", {}, LATER, 104),
+    ("deepseek-v3", {}, LATER, 104),
+    ("qwen2-windows", {"num_speculative_tokens": 0}, [24, 40, 64], 48),  # a window of 33 tokens loses later answers
+    # Not stored: rows that have evicted tokens, that are rounded, or of layers with states.
+    ("llama-gqa-tied", {"budget": BUDGET}, [8, 40, 64], 0),
+    ("llama-gqa-tied", {"kv_dtype": "bfloat16"}, [8, 40, 64], 0),
+    ("llama-gqa-tied", {"kv_dtype": "fp8"}, [8, 40, 64], 0),
+    ("lfm2", {}, [0, 32, 64], 0),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "found", "by_decode"), FOUND)
+def test_the_next_turn_continues_after_the_answer(
+    folders: dict[str, Path], name: str, settings: dict[str, Any], found: list[int], by_decode: int
+) -> None:
+    """Each turn computes its message and the last part of a block; tokens are those of an engine without a store."""
+    given = {"budget": "full", "max_rows": 1} | settings
+    conversation, cached = ids(11), []
+    with engine(folders[name], **given) as warm, engine(folders[name], prefix_store=None, **given) as cold:
+        for turn in range(4):
+            outputs = [answer(llm, conversation, SAY) for llm in (cold, warm)]
+            assert outputs[0].token_ids == outputs[1].token_ids
+            cached.append(outputs[1].cached_tokens)
+            conversation += outputs[1].token_ids + ids(9, seed=turn)
+        stats = warm.engine.prefix_stats
+    assert stats is not None
+    assert (cached, stats.answer_hits) == ([0, *found], by_decode)
+    assert (stats.saved_answers > 0) == (by_decode > 0) and (stats.lost_answers > 0) == (found != LATER)
+
+
+def test_answers_that_stop_or_are_aborted_are_stored_with_what_was_shown(folder: Path) -> None:
+    """One that ends by a stop token, one by an abort; four samples of a prompt each have their own answer."""
+    with engine(folder, budget="full") as llm:
+        whole = answer(llm, ids(30), replace(SAY, max_tokens=60)).token_ids
+        llm.reset_prefix_store()
+        stop = next(token for token in whole[30:] if whole.index(token) >= 30)
+        end = whole.index(stop) + 1
+        stopped = answer(llm, ids(30), replace(SAY, max_tokens=60, stop_token_ids=[stop]))
+        assert stopped.token_ids == whole[:end]
+        assert answer(llm, ids(30) + whole, SAY).cached_tokens == (30 + end - 1) // BLOCK * BLOCK
+        llm.engine.add_request(request("gone", ids(30, seed=9), sampling=replace(SAY, max_tokens=60)))
+        while len(output := llm.engine.step()) == 0 or len(output[0].token_ids) < 35:
+            pass
+        llm.engine.abort("gone")
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert answer(llm, ids(30, seed=9) + output[0].token_ids + ids(20), SAY).cached_tokens == 64
+        samples = answer(llm, ids(30, seed=5), replace(SAY, n=3, temperature=1.0, seed=4, max_tokens=40)).samples
+        found = [answer(llm, ids(30, seed=5) + sample.token_ids + ids(5), SAY).cached_tokens for sample in samples]
+        assert found == [64, 64, 64]
+
+
 def test_three_blocks_and_many_prompts(folder: Path) -> None:
     """Everything is evicted again and again: no answer ever comes from a block that was given away."""
     rng = random.Random(4)
@@ -227,7 +286,7 @@ def small(folder: Path, num_blocks: int) -> PrefixStoreConfig:
 
 
 def request(name: str, prompt: list[int], **fields: Any) -> Request:
-    return Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=GREEDY, **fields)
+    return Request(request_id=name, prompt_token_ids=tuple(prompt), **({"sampling": GREEDY} | fields))
 
 
 def test_namespaces_share_nothing(folder: Path) -> None:
@@ -388,6 +447,37 @@ def test_a_restart_finds_yesterdays_documents(model: Path, tmp_path: Path) -> No
     for path in (tmp_path / "store").rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, "others may read it"
         assert not any(str(list(range(3))) in part for part in path.parts)
+
+
+def test_a_reset_forgets_what_runs_too(folder: Path) -> None:
+    """The answers of requests that run when their namespace is cleared, or that have just ended, are not stored."""
+    with engine(folder, budget="full") as llm:
+        for steps in range(1, 14):
+            llm.engine.add_request(request("gone", ids(30), namespace="a", sampling=replace(SAY, max_tokens=9)))
+            for _ in range(steps):
+                llm.engine.step()
+            llm.engine.reset_prefix_store("a")
+            while llm.engine.has_work:
+                llm.engine.step()
+            stats = llm.engine.prefix_stats
+            assert stats is not None and stats.used_blocks == 0
+        llm.engine.add_request(request("kept", ids(30), namespace="a", sampling=replace(SAY, max_tokens=9)))
+        llm.engine.reset_prefix_store("b")
+        while llm.engine.has_work:
+            llm.engine.step()
+        stats = llm.engine.prefix_stats
+        assert stats is not None and stats.used_blocks == 4
+
+
+def test_answers_are_written_too(model: Path, tmp_path: Path) -> None:
+    with disk(model, tmp_path / "store", budget="full") as llm:
+        said = answer(llm, DOCUMENT, SAY).token_ids
+    assert len(blocks(tmp_path / "store")) == 12, "80 tokens of the prompt, 20 of the answer"
+    with disk(model, tmp_path / "store", budget="full") as llm:
+        warm = answer(llm, DOCUMENT + said + ids(9), SAY)
+    with engine(model, prefix_store=None, budget="full") as llm:
+        assert answer(llm, DOCUMENT + said + ids(9), SAY).token_ids == warm.token_ids
+    assert warm.cached_tokens == 96
 
 
 def test_the_disk_gives_back_what_memory_forgot(model: Path, tmp_path: Path) -> None:

@@ -322,15 +322,21 @@ PREFIX_LOOKUP_PROMPTS = st.tuples(st.integers(0, 1), st.integers(5, 60), st.inte
     num_blocks=st.integers(1, 12),
     asked=st.lists(PREFIX_LOOKUP_PROMPTS, min_size=1, max_size=12),
     moves=st.lists(st.tuples(st.sampled_from(["step", "add", "abort"]), st.integers(0, 11)), max_size=60),
+    row_len=st.sampled_from([0, 40, 80]),
+    max_tokens=st.integers(1, 12),
 )
 def test_every_request_ends_with_its_own_answer(
-    num_blocks: int, asked: list[tuple[int, int, int, int]], moves: list[tuple[str, int]]
+    num_blocks: int,
+    asked: list[tuple[int, int, int, int]],
+    moves: list[tuple[str, int]],
+    row_len: int,
+    max_tokens: int,
 ) -> None:
     """Whatever is shared, evicted, waited for and given up: answers are those of a lone request, blocks come back."""
     config = EngineConfig(
         budget=KVBudget.full(80), max_model_len=80, max_rows=3, short_reserve=8, staging_tokens=150,
         chunking=Chunking(chunk_len=4, short_len=4, prefill_quantum=1),
-        selector=SnapKV(observation_len=4), prefix_store=STORE, prefix_blocks=num_blocks,
+        selector=SnapKV(observation_len=4), prefix_store=STORE, prefix_blocks=num_blocks, prefix_row_len=row_len,
     )  # fmt: skip
     requests: dict[str, Request] = {}
 
@@ -345,7 +351,7 @@ def test_every_request_ends_with_its_own_answer(
         Request(
             request_id=f"r{index}",
             prompt_token_ids=(*DOCUMENT[:shared], *[own] * (60 - shared))[: 20 + shared // 2],
-            sampling=SamplingParams(max_tokens=3, seed=own),
+            sampling=SamplingParams(max_tokens=max_tokens, seed=own),
             namespace=str(namespace),
         )
         for index, (namespace, shared, own, _) in enumerate(asked)
