@@ -485,6 +485,10 @@ class ModelConfig:
     has_fused_gate_up: bool = False
     has_fused_experts: bool = False  # the checkpoint has all experts of a layer in one tensor
     norms: LayerNorms = LayerNorms()
+    # Attention and MLP read the same norm of the residual stream, and both outputs are added to it (Cohere).
+    is_parallel: bool = False
+    # The mean of a token's numbers is taken off the residual stream: an RMSNorm of it is then a LayerNorm without bias.
+    is_centered: bool = False
     norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
     activation: Activation = "silu"  # of gate
     window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
@@ -555,11 +559,20 @@ class ModelConfig:
         )
         ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
         check(
-            ends and (self.norms.before_attention is None) == (self.norms.before_mlp is None),
+            ends and (self.is_parallel or (self.norms.before_attention is None) == (self.norms.before_mlp is None)),
             f"norms of a layer are at {self.norms}; attention and MLP must have the same places",
         )
         check(
             not (self.qk_norm and self.has_whole_qk_norm), "norms of heads and of whole projections exclude each other"
+        )
+        check(
+            not (self.is_parallel or self.is_centered)
+            or (self.norms.has_inputs and not self.norms.has_outputs and not (self.qk_norm or self.has_whole_qk_norm)),
+            "parallel attention and MLP, or LayerNorm, beside norms of outputs, queries or keys are not supported",
+        )
+        check(
+            self.is_parallel == (self.norms.before_mlp is None) or not self.norms.has_inputs,
+            f"norms of a layer are at {self.norms}; only a parallel MLP has none of its own",
         )
         if (own := self.window_rope) is not None:
             check(self.windows is not None, "window_rope needs layers with sliding windows")
@@ -584,9 +597,10 @@ class ModelConfig:
 
     @property
     def is_plain(self) -> bool:
-        """Whether layers are pre-norm with SiLU and have no multipliers."""
+        """Whether layers are pre-norm with SiLU, one block after the other, and have no multipliers."""
         is_pre_norm = self.norms.has_inputs and not self.norms.has_outputs
-        return self.multipliers == Multipliers() and is_pre_norm and self.activation == "silu"
+        is_serial = not self.is_parallel and not self.is_centered
+        return self.multipliers == Multipliers() and is_pre_norm and is_serial and self.activation == "silu"
 
     @property
     def own_vocab(self) -> int:

@@ -179,7 +179,7 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     gates = heads if model.has_attention_gate else 0
     projected = max((gates + heads + 2 * model.num_kv_heads) * model.head_dim, inner)
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
-    wide = model.hidden_size * (2 if model.norms.has_outputs else 1)
+    wide = model.hidden_size * (2 if model.norms.has_outputs or model.is_parallel else 1)
     angles = model.head_dim * (1 if model.window_rope is None else 2)
     return wide + projected + 2 * model.intermediate_size + widest + angles + parts
 

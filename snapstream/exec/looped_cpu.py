@@ -104,7 +104,7 @@ def model_of(decoder: Decoder) -> Model:
         embed_multiplier=decoder.embedding_multiplier, residual_multiplier=multipliers.residual,
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
-        has_attention_gate=config.has_attention_gate,
+        has_attention_gate=config.has_attention_gate, is_parallel=config.is_parallel, is_centered=config.is_centered,
         scaled_from=0 if config.length_scale is None else config.length_scale.original,
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
         **{role: _stack(decoder, role) for role in _STACKS},

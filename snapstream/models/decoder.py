@@ -208,7 +208,8 @@ class Decoder:
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
         hidden = self._vocabulary.embed(token_ids)
-        return hidden if self.embedding_multiplier == 1.0 else hidden * self.embedding_multiplier
+        hidden = hidden if self.embedding_multiplier == 1.0 else hidden * self.embedding_multiplier
+        return hidden - hidden.mean(-1, keepdim=True) if self.config.is_centered else hidden
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine ``[T, 1, E]`` fp32 of every token. If layers with sliding windows have other angles,

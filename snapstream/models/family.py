@@ -47,6 +47,8 @@ class Recipe(TypedDict, total=False):
     has_fused_qkv: bool  # checkpoints have q | k | v in one tensor
     has_fused_gate_up: bool
     norms: LayerNorms
+    is_parallel: bool  # attention and MLP read one norm
+    is_centered: bool  # norms are LayerNorms without bias
     norm_offset: float
     activation: Activation  # of gate
     window_rope: RopeConfig | None  # of layers with sliding windows

@@ -268,7 +268,8 @@ class DenseLayer:
         self._attention_out_norm = weights.optional("attention_out_norm")
         self._mlp_out_norm = weights.optional("mlp_out_norm")
         self._mlp = mlp_of(config, weights, kernels, group)
-        self._multiplier = config.multipliers.residual
+        self._multiplier, self._is_centered = config.multipliers.residual, config.is_centered
+        self._is_parallel = config.is_parallel
         self._read_mixer(config, weights)
 
     def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
@@ -313,10 +314,12 @@ class DenseLayer:
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See ``models.decoder.Layer.finish``."""
-        projected = self._group.all_reduce(
-            self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
-        )  # [T', D]
-        projected = self._ended(projected, self._attention_out_norm)
+        projected = self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)  # [T', D]
+        if self._is_parallel:
+            assert self._input_norm is not None
+            output = self._mlp.of_norm(SumNorm(residual, None, self._input_norm, self._eps))
+            return self._ended(self._group.all_reduce(projected.add_(output)), None)
+        projected = self._ended(self._group.all_reduce(projected), self._attention_out_norm)
         if self._post_norm is None:
             output = self._mlp(residual.add_(projected))
         else:
@@ -326,6 +329,7 @@ class DenseLayer:
     def _ended(self, output: Tensor, norm: Tensor | None) -> Tensor:
         """An output as it is added to the residual stream."""
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
+        output = output.sub_(output.mean(-1, keepdim=True)) if self._is_centered else output
         return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
 
 

@@ -17,6 +17,7 @@ from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
 from snapstream.models import gguf, quantization
+from snapstream.models.cohere import COHERE, COHERE2
 from snapstream.models.config_json import (
     check_file,
     check_folder,
@@ -77,6 +78,8 @@ FAMILIES: Registry[Family] = Registry(
         "OlmoeForCausalLM": OLMOE,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
+        "CohereForCausalLM": COHERE,
+        "Cohere2ForCausalLM": COHERE2,
         "SeedOssForCausalLM": SEED_OSS,
         "InternLM3ForCausalLM": INTERNLM3,
         "IQuestCoderForCausalLM": IQUEST_CODER,

@@ -164,6 +164,11 @@ def rank_config(
         raise ValueError(
             f"{model.architecture} checkpoints have {fused} in one tensor, which is not split over ranks; use 1 rank"
         )
+    if model.has_fused_experts and parallel.experts == "tp":
+        raise ValueError(
+            f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
+            f"'ep' or 1 rank ({model.architecture})"
+        )
     if model.has_whole_qk_norm:
         raise ValueError(f"{model.architecture} norms all heads together, which are not split over ranks; use 1 rank")
     num_heads, num_kv_heads = (

@@ -64,6 +64,8 @@ MORE = {
          "moe_intermediate_size": 256, "intermediate_size": 256},
     ),
     "qwen3-groups": ("qwen3", GROUPS),
+    "ernie-moe-halves": ("ernie-moe", {"num_attention_heads": 4, "num_key_value_heads": 2}),
+    "ministral3-halves": ("ministral3", {"num_key_value_heads": 2}),
     "gpt-oss-groups": ("gpt-oss", {"hidden_size": 64, "intermediate_size": 96}),
 }  # fmt: skip
 FLOAT = WeightFormat(dtype="float32")
@@ -100,7 +102,7 @@ def check(pool: Pool, asked: Asked, tolerance: float = TOLERANCE) -> None:
 
 DENSE = (
     "llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases", "ernie", "granite", "exaone4",
-    "gemma3-panels",
+    "gemma3-panels", "cohere2-panels", "ministral3-halves",
 )  # fmt: skip
 
 
@@ -112,10 +114,14 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "gpt-oss", "ernie-moe-halves"])
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
     check(two, Asked(checkpoint(name), experts=experts, budget=40))
+
+
+def test_whole_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint) -> None:
+    check(two, Asked(checkpoint("mistral4"), experts="ep", budget=40))
 
 
 @pytest.mark.parametrize("executor", ["eager", "looped"])

@@ -73,6 +73,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                              "original_max_position_embeddings": 64, "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.7],
                              "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0]}},
     ),
+    "cohere": ("CohereConfig", {"logit_scale": 0.4, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "cohere2": (
+        "Cohere2Config",
+        {"logit_scale": 0.4, "num_attention_heads": 6, "num_key_value_heads": 1, "sliding_window": 21,
+         "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 5},
+    ),
+    "cohere2-panels": (
+        "Cohere2Config",
+        {"logit_scale": 0.4, "sliding_window": 40, "intermediate_size": 64, "hidden_size": 64,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
     "glm4": ("Glm4Config", {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 6}),
     "olmo2": ("Olmo2Config", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
     "olmo3": (

@@ -26,7 +26,7 @@ from snapstream.config import (
     ReselectionConfig,
     WeightFormats,
 )
-from snapstream.config.model import LayerNorms, Multipliers
+from snapstream.config.model import LayerNorms, LengthScale, Multipliers
 from snapstream.exec import eager as decode_eager
 from snapstream.exec import prefill
 from snapstream.exec.eager import EagerDecode
@@ -233,6 +233,11 @@ def models(draw: st.DrawFn, *, multiple: int = 1) -> ModelConfig:
 def with_parts(draw: st.DrawFn, model: ModelConfig) -> ModelConfig:
     """The model with other parts of the recipe, which no one family has together."""
     norms = draw(st.sampled_from([LayerNorms(), LayerNorms("a", "b", "c", "d"), LayerNorms(None, "b", None, "d")]))
+    is_whole_norm, draws_length = draw(st.booleans()), draw(st.booleans())
+    is_parallel = is_centered = False
+    if norms == LayerNorms() and not is_whole_norm:
+        is_parallel, is_centered = draw(st.booleans()), draw(st.booleans())
+        norms = LayerNorms("a", None, None, None) if is_parallel else norms
     factors = st.sampled_from([0.5, 1.0, 3.0])
     is_whole = model.rope.partial_rotary_factor == 1.0
     window = draw(st.sampled_from([None, 1, 5, 16]))
@@ -242,11 +247,14 @@ def with_parts(draw: st.DrawFn, model: ModelConfig) -> ModelConfig:
         norm_offset=draw(st.sampled_from([0.0, 1.0])),
         activation=draw(st.sampled_from(["silu", "gelu_tanh"])),
         qk_norm=False,
-        has_whole_qk_norm=draw(st.booleans()),
+        has_whole_qk_norm=is_whole_norm,
+        is_parallel=is_parallel,
+        is_centered=is_centered,
         multipliers=Multipliers(
             embedding=draw(factors), logits=draw(factors), residual=1.0 if norms.has_outputs else draw(factors),
             attention=draw(factors) if is_whole else 1.0,
         ),
+        length_scale=LengthScale(0.5, 9) if draws_length and not is_whole_norm and window is None else None,
         windows=None if window is None else (window, None)[: model.num_layers],
         window_rope=None if window is None else replace(
             model.rope, kind="default", theta=500.0, short_factors=(), long_factors=()

@@ -281,6 +281,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
         118_972_826_624,
     ),
+    "c4ai-command-r-v01": (
+        {"architectures": ["CohereForCausalLM"], "hidden_size": 8192, "intermediate_size": 22528,
+         "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "max_position_embeddings": 8192, "num_attention_heads": 64,
+         "num_hidden_layers": 40, "num_key_value_heads": 64, "rope_theta": 8000000.0, "use_qk_norm": False,
+         "vocab_size": 256000},
+        34_980_831_232,
+    ),
+    "c4ai-command-r7b-12-2024": (
+        {"architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_size": 4096,
+         "intermediate_size": 14336, "layer_norm_eps": 1e-05, "logit_scale": 0.25, "max_position_embeddings": 132096,
+         "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rope_theta": 50000,
+         "sliding_window": 4096, "sliding_window_pattern": 4, "vocab_size": 256000},
+        8_028_033_024,
+    ),
     "OLMo-2-1124-7B": (
         {"architectures": ["Olmo2ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
@@ -306,6 +320,13 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
 def test_not_split_over_ranks(name: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         rank_config(model_config_from_dict(PUBLISHED[name][0]), ParallelConfig(size=2))
+
+
+def test_experts_of_one_tensor_are_not_cut() -> None:
+    model = replace(model_config_from_dict(PUBLISHED["Mistral-Small-4-119B-2603"][0]), has_fused_experts=True)
+    with pytest.raises(ValueError, match="gate and up of all experts in one tensor.*use experts 'ep' or 1 rank"):
+        rank_config(model, ParallelConfig(size=2))
+    assert rank_config(model, ParallelConfig(size=2, experts="ep")).moe is not None
 
 
 @pytest.mark.parametrize("name", ["granite-3.3-8b-instruct", "gemma-3-1b-it", "OLMo-2-1124-7B"])
@@ -532,6 +553,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         },
         "scoring_func is 'sigmoid'; .*topk_method is 'greedy'; .* must be absent",
     ),
+    ({**PUBLISHED["c4ai-command-r-v01"][0], "use_qk_norm": True}, r"use_qk_norm is true \(Command R\+\)"),
+    ({**PUBLISHED["c4ai-command-r7b-12-2024"][0], "sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must"),
     ({**LLAMA, "architectures": None}, "must name one architecture, found None"),
     ({**LLAMA, "sliding_window": 512}, r"sliding_window is in use \(512\), which is not supported for Llama"),
     ({**MISTRAL, "sliding_window": 0}, "sliding_window is 0; it must be >= 1"),
@@ -696,7 +719,7 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-WINDOW_NAMES = ("Exaone4ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
+WINDOW_NAMES = ("Exaone4ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM")  # fmt: skip
 
@@ -734,6 +757,10 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"sliding_window": 77, "max_window_layers": 3}
     if "linear_key_head_dim" in known:
         settings["head_dim"] = 16  # of which a quarter is rotated
+    if architecture == "CohereForCausalLM":
+        settings["use_qk_norm"] = False
+    if architecture.startswith("Cohere"):
+        settings |= {"layer_norm_eps": 1e-3, "logit_scale": 0.5}
     if architecture in WINDOW_NAMES:
         settings["sliding_window"] = 77
     if architecture in TEXT_CONFIGS:

@@ -67,6 +67,8 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     const float* final_norm;                                    // [D]
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [L, out], or null
     const float *q_norm, *k_norm;                               // [L, E], whole [L, H E] and [L, G E], or null
+    int64_t is_parallel;  // attention and MLP read input_norm, and both outputs are added; post_norm is null
+    int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
     int64_t is_gelu;                                            // of gate; else SiLU
     int64_t has_attention_gate;  // qkv begins with [H E] gates, whose sigmoid multiplies the output of attention

@@ -94,7 +94,7 @@ inline int64_t parts_of(const RowTable& rows) { return (rows.slots + 1023) / 102
 struct StepBuffers {
     // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers, gate and up [B, 2I]; packed activations;
     // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
-    // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are normed before they are added.
+    // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
     float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
         *outputs;
     std::vector<float*> scratch;  // of each thread

@@ -34,7 +34,7 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     part_mixed = cut(parts * model.head_dim);
     attended = cut(batch * std::max(whole_input(model.o, model.kv_heads),
                                     whole_input(model.recurrent.out, model.recurrent.key_heads)));
-    outputs = cut(model.attention_out_norm ? batch * model.hidden : 0);
+    outputs = cut(model.attention_out_norm || model.is_parallel ? batch * model.hidden : 0);
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }
 

@@ -18,6 +18,10 @@ void copy_embedding(Work& w, int64_t line, float* out) {
 // The rank that has the token's row of the table writes it, the others zeros.
 void embed_token(Work& w, int64_t token, int64_t at) {
     float* x = w.engine.residual + at;
+    if (w.model.is_parallel) {  // no attention before the first layer
+        float* attended = (w.ranks.is_alone() ? w.engine.outputs : own_part(w, AFTER_ATTENTION)) + at;
+        std::fill(attended, attended + w.model.hidden, 0.0f);
+    }
     if (w.ranks.is_alone()) return copy_embedding(w, token, x);
     float* part = own_part(w, AFTER_MLP) + at;
     const int64_t line = token - w.ranks.rank * w.model.embed.rows;
@@ -163,8 +167,8 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
 void mlp_stage(Work& w, int64_t layer, int64_t stage) {
     switch (stage) {
         case 0:
-            return norm_input(w, norm_of_layer(w, w.model.post_norm, layer), w.model.gate_up, AFTER_ATTENTION,
-                              norm_of_layer(w, w.model.attention_out_norm, layer));
+            return norm_input(w, norm_of_layer(w, w.model.is_parallel ? w.model.input_norm : w.model.post_norm, layer),
+                              w.model.gate_up, AFTER_ATTENTION, norm_of_layer(w, w.model.attention_out_norm, layer));
         case 1: return expand_tokens(w, layer);
         case 2: return activate_mlp(w);
         default: return add_product(w, w.model.down, layer, w.model.down_bias, AFTER_MLP,

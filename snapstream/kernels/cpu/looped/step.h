@@ -131,6 +131,8 @@ inline void add_product(Work& w, const Stack& stack, int64_t layer, const float*
     const float multiplier = w.model.residual_multiplier;
     if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed, multiplier);
     if (w.model.attention_out_norm) return project(w, stack, layer, bias, w.engine.outputs, packed);
+    if (w.model.is_parallel && turn == AFTER_ATTENTION)
+        return project(w, stack, layer, bias, w.engine.outputs, packed, multiplier);
     const float* own = bias ? bias + layer * stack.rows : nullptr;
     product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
@@ -172,10 +174,29 @@ inline void pack_heads(Work& w, const Stack& next, int64_t b, int64_t head, int6
     put_input(next, w.engine.packed, Place(w.tokens, b), row, 0, next.cols);
 }
 
+// Makes the residual stream of token b what a block reads. A parallel MLP reads what attention did; the outputs of both
+// are added behind it.
+inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm) {
+    float* x = w.engine.residual + b * w.model.hidden;
+    if (w.model.is_parallel) {
+        if (added == AFTER_ATTENTION) return;
+        const float* attended = w.engine.outputs + b * w.model.hidden;
+        if (!w.ranks.is_alone()) settle(w, AFTER_ATTENTION, b);
+        else for (int64_t i = 0; i < w.model.hidden; ++i) x[i] += attended[i];
+    }
+    settle(w, added, b, out_norm);
+    if (!w.model.is_centered) return;
+    vec sum = {};
+    int64_t i = 0;
+    for (; i + W <= w.model.hidden; i += W) sum += load(x + i);
+    const float mean = sum_of(sum + load_some(x + i, w.model.hidden - i)) / static_cast<float>(w.model.hidden);
+    for (i = 0; i < w.model.hidden; ++i) x[i] -= mean;
+}
+
 // weight: null where the residual stream itself is read; out_norm: of what was added last, or null.
 inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle(w, added, b, out_norm);
+        settle_stream(w, added, b, out_norm);
         w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
     });
     w.end_part();
