@@ -17,6 +17,7 @@ from torch import Tensor
 
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu import attention
+from snapstream.kernels.cpu.looped import prompt
 from snapstream.kernels.cpu.norm import Norms
 from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
 
@@ -63,6 +64,10 @@ class Kernels:
     snapkv_scores: ScoreKernel
     hop_scores: HopKernel
     key_diversity: Callable[[Tensor, int, int], Tensor]  # keys [G, N, E], start, stop -> [G, stop - start]
+    # Recurrent layers: x [S, n, C], state [S, K-1, C], taps [K, C], bias [C], silu -> [S, n, C]
+    causal_conv: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor] = reference.causal_conv
+    # q, k [S, n, G, K], v [S, n, H, V], decay, beta [S, n, H], state [S, H, K, V] -> [S, n, H, V]
+    gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = pytorch.gated_delta
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
 
     def with_sinks(self, sinks: Tensor | None) -> Kernels:
@@ -138,6 +143,8 @@ def _cpu() -> Kernels:
         norm_rope=norms.norm_rope,
         gather_rows=pytorch.gather_rows,
         attend_rows=pytorch.rows_attention(norms.norm_rope, attention.decode_attention),
+        causal_conv=prompt.causal_conv,
+        gated_delta=prompt.gated_delta,
     )
 
 

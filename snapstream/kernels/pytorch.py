@@ -356,6 +356,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     num_tokens = q.shape[1]
     if num_tokens == 1:
         return reference.gated_delta(q, k, v, decay, beta, state)
+    q, k = (part.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for part in (q, k))
     out = torch.empty_like(v)
     above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, num_tokens, size):

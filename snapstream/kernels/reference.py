@@ -208,8 +208,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Depthwise convolution of sequences ``x [S, n, C]`` over each token and the K - 1 before it: ``[S, n, C]``.
+def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = None, silu: bool = False) -> Tensor:
+    """Depthwise convolution of sequences ``x [S, n, C]`` over each token and the K - 1 before it, and with ``silu`` the
+    SiLU of it: ``[S, n, C]``.
 
     ``state [S, K-1, C]`` fp32 holds the inputs before the first, oldest first, and is updated in place; ``taps [K, C]``
     and ``bias [C]`` fp32. The same bits however a sequence is cut.
@@ -219,18 +220,21 @@ def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = No
     for place in range(1, len(taps)):
         out = torch.addcmul(out, taps[place], inputs[:, place : place + x.shape[1]])
     state.copy_(inputs[:, x.shape[1] :])
-    return (out if bias is None else out + bias).to(x.dtype)
+    out = out if bias is None else out + bias
+    return (F.silu(out) if silu else out).to(x.dtype)
 
 
-def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, size: int = 64) -> Tensor:
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """The gated delta rule token by token (arXiv 2412.06464, section 3.1): ``o [S, n, H, V]`` fp32.
 
-    ``q, k [S, n, H, K]`` of unit length, ``v [S, n, H, V]``, ``decay, beta [S, n, H]``, all fp32; per head
+    ``q, k [S, n, G, K]`` of unit length, ``v [S, n, H, V]``, ``decay, beta [S, n, H]``, all fp32; value heads share the
+    key heads in turn, H / G of them each; per value head
 
         S <- exp(decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q / sqrt(K)
 
-    ``state [S, H, K, V]`` is updated in place. ``size`` is for faster versions.
+    ``state [S, H, K, V]`` is updated in place.
     """
+    q, k = (part.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for part in (q, k))
     out = torch.empty_like(v)
     for t in range(q.shape[1]):
         state *= decay[:, t, :, None, None].exp()

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet
 from snapstream.kernels.interface import CosSin, SumNorm
-from snapstream.kernels.pytorch import gated_delta
-from snapstream.kernels.reference import causal_conv
 from snapstream.models.layers import DenseLayer, KVView, StateView
 from snapstream.models.weights import LayerWeights
 
@@ -41,7 +39,7 @@ class ShortConvLayer(DenseLayer):
     def _convolve(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """A ``Recurrence`` over ``inputs [S, n, 3C]``."""
         gate, out_gate, x = inputs.chunk(3, dim=-1)
-        return out_gate * causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias)
+        return out_gate * self._kernels.causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias, False)
 
 
 class DeltaNetLayer(DenseLayer):
@@ -72,15 +70,13 @@ class DeltaNetLayer(DenseLayer):
     def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """A ``Recurrence`` over ``q | k | v | b | a``, ``[S, n, C + 2H]``; outputs ``[S, n, V]`` fp32."""
         net = self._net
-        mixed = F.silu(causal_conv(inputs[..., : net.channels], states["inputs"], self._taps))
+        mixed = self._kernels.causal_conv(inputs[..., : net.channels], states["inputs"], self._taps, None, True)
         b, a = inputs[..., net.channels :].to(torch.float32).chunk(2, dim=-1)  # [S, n, H]
         q, k, v = mixed.to(torch.float32).split((net.key_size, net.key_size, net.value_size), dim=-1)
         q, k = (_unit(part.unflatten(-1, (net.key_heads, net.key_dim))) for part in (q, k))
-        each = net.value_heads // net.key_heads
-        q, k = (part.repeat_interleave(each, dim=2) for part in (q, k))
         v = v.unflatten(-1, (net.value_heads, net.value_dim))
         decay = self._rate * F.softplus(a + self._step)
-        return gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
+        return self._kernels.gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
 
 
 def _taps(weights: LayerWeights) -> Tensor:

@@ -16,6 +16,9 @@ from snapstream.config.kv import HeadProfile
 from snapstream.config.model import ShortConv
 from snapstream.engine.prefix_cache import Node, PrefixIndex, Reservation
 from snapstream.kernels import pytorch, reference
+from snapstream.kernels.cpu.looped import prompt
+from snapstream.kernels.cpu.looped.build import instruction_sets
+from snapstream.kernels.cpu.looped.library import load
 from snapstream.kernels.reference import causal_conv
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.kv.spec import KVSpec, State
@@ -58,12 +61,66 @@ def test_a_convolution_continues_where_it_was_cut(kernel: int, cut: int) -> None
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 130])
 def test_the_delta_rule_by_chunks_is_that_by_tokens(count: int) -> None:
     torch.manual_seed(count)
-    q, k = (torch.nn.functional.normalize(torch.randn(2, count, 3, 8), dim=-1) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(torch.randn(2, count, 1, 8), dim=-1) for _ in range(2))
     v, decay, beta = torch.randn(2, count, 3, 12), -2.0 * torch.rand(2, count, 3), torch.rand(2, count, 3)
     want, got = (state := torch.randn(2, 3, 8, 12)).clone(), state.clone()
     out = reference.gated_delta(q, k, v, decay, beta, want)
     torch.testing.assert_close(pytorch.gated_delta(q, k, v, decay, beta, got), out, rtol=0, atol=1e-5)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(params=instruction_sets())
+def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load(request.param)
+    monkeypatch.setattr(prompt, "load", lambda: library)
+
+
+def cut_into(draw: random.Random, count: int) -> list[slice]:
+    at = sorted({0, count, *(draw.randrange(count + 1) for _ in range(3))})
+    return [slice(*pair) for pair in zip(at, at[1:], strict=False)]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_native_convolution_is_the_reference(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    sequences, count, channels, kernel = (draw.randint(1, most) for most in (3, 40, 600, 7))
+    x, taps = torch.randn(sequences, count, channels + 5)[..., :channels], torch.randn(kernel, channels)
+    bias, silu, state = (
+        draw.choice([None, torch.randn(channels)]),
+        bool(seed % 2),
+        torch.randn(sequences, kernel - 1, channels),
+    )
+    want, got, in_parts = state.clone(), state.clone(), state.clone()
+    out = prompt.causal_conv(x, got, taps, bias, silu)
+    torch.testing.assert_close(out, causal_conv(x, want, taps, bias, silu), rtol=1e-5, atol=1e-5)
+    assert torch.equal(got, want)
+    parts = [prompt.causal_conv(x[:, own].contiguous(), in_parts, taps, bias, silu) for own in cut_into(draw, count)]
+    assert torch.equal(torch.cat(parts, dim=1), out) and torch.equal(in_parts, got)
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_native_delta_rule_is_the_reference(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    sequences, count, key_heads, each, keys, values = (draw.randint(1, most) for most in (3, 70, 3, 3, 130, 130))
+    heads = key_heads * each
+    q, k = (torch.nn.functional.normalize(torch.randn(sequences, count, key_heads, keys), dim=-1) for _ in range(2))
+    v = torch.randn(sequences, count, heads, values)
+    decay, beta = -2.0 * torch.rand(sequences, count, heads), torch.rand(sequences, count, heads)
+    state = torch.randn(sequences, heads, keys, values)
+    want, got, in_parts = state.clone(), state.clone(), state.clone()
+    out = prompt.gated_delta(q, k, v, decay, beta, got)
+    torch.testing.assert_close(out, reference.gated_delta(q, k, v, decay, beta, want), rtol=0, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    parts = [
+        prompt.gated_delta(*(x[:, own] for x in (q, k, v, decay, beta)), in_parts) for own in cut_into(draw, count)
+    ]
+    assert torch.equal(torch.cat(parts, dim=1), out) and torch.equal(in_parts, got)
+    one = state[-1:].clone()  # alone as in its batch
+    assert torch.equal(prompt.gated_delta(*(x[-1:] for x in (q, k, v, decay, beta)), one), out[-1:])
 
 
 @pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5"])

@@ -193,4 +193,18 @@ struct Heads {  // of tokens, as projected: q | k | v
     float eps;
 };
 
+struct Convolving {  // sequences [S, T, C], a token every `stride` numbers; state [S, K - 1, C], taps [K, C], out [S, T, C]
+    const float* x;
+    float* state;
+    const float *taps, *bias;  // bias [C], or null
+    float* out;
+    int64_t sequences, tokens, channels, kernel, stride, is_silu;
+};
+
+struct DeltaRule {  // q, k [S, T, G, K], v [S, T, H, V], decay, beta [S, T, H]; decay is a factor
+    const float *q, *k, *v, *decay, *beta;
+    float *state, *out;  // [S, H, K, V]; [S, T, H, V]
+    int64_t sequences, tokens, key_heads, value_heads, key_dim, value_dim;
+};
+
 }  // namespace looped

@@ -66,7 +66,8 @@ extern "C" {
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
         sizeof(Stack), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
-        sizeof(Sampling), sizeof(Draw), sizeof(Prompt), sizeof(Passing), sizeof(Routed), sizeof(Heads)};
+        sizeof(Sampling), sizeof(Draw), sizeof(Prompt), sizeof(Passing), sizeof(Routed), sizeof(Heads),
+        sizeof(Convolving), sizeof(DeltaRule)};
     return bytes;
 }
 
@@ -113,6 +114,8 @@ EXPORT void looped_pass_experts(const Routed* routed, float* buffer, int64_t thr
     pass_experts(*routed, buffer, threads);
 }
 EXPORT void looped_stage_heads(const Heads* heads, int64_t threads) { stage_heads(*heads, threads); }
+EXPORT void looped_convolve(const Convolving* own, int64_t threads) { convolve(*own, threads); }
+EXPORT void looped_delta_rule(const DeltaRule* own, int64_t threads) { apply_delta_rule(*own, threads); }
 EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
 EXPORT void looped_attend_prompts(const Prompt* all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
                                   int64_t threads) {

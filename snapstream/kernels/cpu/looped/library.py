@@ -122,6 +122,18 @@ class Heads(Structure):
     _fields_ = fields_of("Heads")
 
 
+class Convolving(Structure):
+    """Sequences of a causal convolution."""
+
+    _fields_ = fields_of("Convolving")
+
+
+class DeltaRule(Structure):
+    """Sequences of the gated delta rule."""
+
+    _fields_ = fields_of("DeltaRule")
+
+
 STRUCTS = (
     Stack,
     Mixture,
@@ -137,6 +149,8 @@ STRUCTS = (
     Passing,
     Routed,
     Heads,
+    Convolving,
+    DeltaRule,
 )
 
 
@@ -164,6 +178,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pass_tokens": (None, [POINTER(Passing), c_void_p, c_int64]),
     "pass_experts": (None, [POINTER(Routed), c_void_p, c_int64]),
     "stage_heads": (None, [POINTER(Heads), c_int64]),
+    "convolve": (None, [POINTER(Convolving), c_int64]),
+    "delta_rule": (None, [POINTER(DeltaRule), c_int64]),
     "way": (c_int64, [c_int64]),
     "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),
     "attend_prompts_f32": (None, [POINTER(Prompt), c_int64, c_int64]),

@@ -1,5 +1,5 @@
-// What a layer computes while prompts are read: attention of chunks, products with norms and SwiGLU, the experts, and
-// the staging of heads. OpenMP's threads do it, since these calls stand between regions of PyTorch.
+// What a layer computes while prompts are read: attention of chunks, products with norms and SwiGLU, the experts, the
+// staging of heads, and recurrences. OpenMP's threads do it, since these calls stand between regions of PyTorch.
 #pragma once
 #include <cstdint>
 
@@ -27,5 +27,10 @@ void stage_heads(const Heads& heads, int64_t threads);
 
 // buffer: T k x (D + M + 6) numbers.
 void pass_experts(const Routed& routed, float* buffer, int64_t threads);
+
+// -- recurrent layers (prompt_recurrent.cpp)
+
+void convolve(const Convolving& own, int64_t threads);
+void apply_delta_rule(const DeltaRule& own, int64_t threads);
 
 }  // namespace looped

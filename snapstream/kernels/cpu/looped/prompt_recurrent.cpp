@@ -1,0 +1,141 @@
+// Recurrences over prompts: causal convolutions, and the gated delta rule (reference: ../../reference.py).
+//
+// Invariant: a task goes through the tokens of its own channels or columns in order, and every sum is taken in one
+// order, so results do not depend on where a prompt is cut, nor on other prompts.
+//
+// The delta rule runs token by token instead of in chunks (arXiv 2412.06464, section 3.2): columns of a state need
+// nothing of each other, so those of a task stay in the nearest cache for a whole prompt, and one pass over them applies
+// a token and multiplies with the key of the next. That is 8 operations for each number of the state and token, about
+// what chunks of 64 take, and nothing is stored between.
+#include <vector>
+
+#include "prompt.h"
+#include "simd.h"
+
+namespace looped {
+
+namespace {
+
+constexpr int64_t CHANNELS = 256;  // of a task of a convolution
+constexpr int COLUMNS = 2;         // vectors of columns of a task of the delta rule
+
+INLINE vec load_left(const float* from, int64_t left) { return left >= W ? load(from) : load_some(from, left); }
+INLINE void store_left(float* to, vec x, int64_t left) {
+    if (left >= W) return store(to, x);
+    float lanes[W];
+    store(lanes, x);
+    std::copy(lanes, lanes + left, to);
+}
+
+// K: the taps, where they are known when this is compiled; else 0.
+template <int K>
+void convolve(const Convolving& own, int64_t sequence, int64_t begin, int64_t end) {
+    const int64_t size = own.channels, last = (K ? K : own.kernel) - 1;
+    const float* x = own.x + sequence * own.tokens * own.stride;
+    float *state = own.state + sequence * last * size, *out = own.out + sequence * own.tokens * size;
+    const auto input = [&](int64_t token) { return token < 0 ? state + (last + token) * size : x + token * own.stride; };
+    const Gated silu;
+    std::vector<const float*> inputs(last + 1);
+    for (int64_t token = 0; token < own.tokens; ++token) {
+        for (int64_t i = 0; i <= last; ++i) inputs[i] = input(token - last + i);
+        const auto run = [&](int64_t at, int64_t left) __attribute__((always_inline)) {
+            vec sum = own.bias ? load_left(own.bias + at, left) : vec{};
+            UNROLL for (int64_t i = 0; i < (K ? K : own.kernel); ++i)
+                sum += load_left(own.taps + i * size + at, left) * load_left(inputs[i] + at, left);
+            store_left(out + token * size + at, own.is_silu ? silu(sum, all(1.0f)) : sum, left);
+        };
+        int64_t at = begin;
+        for (; at + W <= end; at += W) run(at, W);
+        if (at < end) run(at, end - at);
+    }
+    for (int64_t i = 0; i < last; ++i) {  // in this order none is overwritten before it has moved
+        const float* from = input(own.tokens - last + i);
+        std::copy(from + begin, from + end, state + i * size + begin);
+    }
+}
+
+// Columns [first, first + N W) of a value head's state, or fewer with N = 1. block: [keys][N W].
+template <int N>
+void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t first, float* block) {
+    const int64_t keys = own.key_dim, values = own.value_dim, heads = own.value_heads;
+    const int64_t left = values - first, key_head = head / (heads / own.key_heads);
+    const auto get = [&](const float* from) { return N > 1 ? load(from) : load_left(from, left); };
+    const auto put = [&](float* to, vec x) { N > 1 ? store(to, x) : store_left(to, x, left); };
+    const auto key_of = [&](const float* of, int64_t token) {
+        return of + ((sequence * own.tokens + token) * own.key_heads + key_head) * keys;
+    };
+    float* state = own.state + (sequence * heads + head) * keys * values + first;
+    const vec scale = all(1.0f / std::sqrt(static_cast<float>(keys)));
+
+    // Sums of even and of odd rows, which are added at the end: twice as many chains as vectors.
+    vec told[2][N] = {};
+    const float* k = key_of(own.k, 0);
+    for (int64_t i = 0; i < keys; ++i)
+        for (int n = 0; n < N; ++n) {
+            const vec x = get(state + i * values + n * W);
+            store(block + (i * N + n) * W, x);
+            told[i % 2][n] += x * k[i];
+        }
+    for (int64_t token = 0; token < own.tokens; ++token) {
+        const int64_t gate = (sequence * own.tokens + token) * heads + head;
+        const float decay = own.decay[gate], beta = own.beta[gate];
+        const float *q = key_of(own.q, token), *v = own.v + gate * values + first;
+        const float* next = key_of(own.k, std::min(token + 1, own.tokens - 1));
+        vec u[N], sums[2][N] = {};
+        for (int n = 0; n < N; ++n) {
+            u[n] = (get(v + n * W) - (told[0][n] + told[1][n]) * decay) * beta;
+            told[0][n] = told[1][n] = vec{};
+        }
+        const auto row = [&](int64_t i, int part) __attribute__((always_inline)) {
+            UNROLL for (int n = 0; n < N; ++n) {
+                float* at = block + (i * N + n) * W;
+                const vec x = load(at) * decay + u[n] * k[i];
+                store(at, x);
+                sums[part][n] += x * q[i];
+                told[part][n] += x * next[i];
+            }
+        };
+        int64_t i = 0;
+        for (; i + 2 <= keys; i += 2) row(i, 0), row(i + 1, 1);
+        if (i < keys) row(i, 0);
+        float* out = own.out + gate * values + first;
+        for (int n = 0; n < N; ++n) put(out + n * W, (sums[0][n] + sums[1][n]) * scale);
+        k = next;
+    }
+    for (int64_t i = 0; i < keys; ++i)
+        for (int n = 0; n < N; ++n) put(state + i * values + n * W, load(block + (i * N + n) * W));
+}
+
+}  // namespace
+
+void convolve(const Convolving& own, int64_t threads) {
+    const int64_t parts = (own.channels + CHANNELS - 1) / CHANNELS, tasks = own.sequences * parts;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1 && threads > 1)
+    for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t begin = task % parts * CHANNELS;
+        const int64_t end = std::min(begin + CHANNELS, own.channels);
+        if (own.kernel == 3) convolve<3>(own, task / parts, begin, end);
+        else if (own.kernel == 4) convolve<4>(own, task / parts, begin, end);
+        else convolve<0>(own, task / parts, begin, end);
+    }
+}
+
+void apply_delta_rule(const DeltaRule& own, int64_t threads) {
+    constexpr int64_t WIDTH = COLUMNS * W;
+    const int64_t whole = own.value_dim / WIDTH, left = own.value_dim - whole * WIDTH;
+    const int64_t parts = whole + (left + W - 1) / W, tasks = own.sequences * own.value_heads * parts;
+#pragma omp parallel num_threads(threads) if (tasks > 1 && threads > 1)
+    {
+        std::vector<float> memory(own.key_dim * WIDTH + 16);
+        float* block = memory.data();
+        block += (64 - reinterpret_cast<uintptr_t>(block) % 64) % 64 / sizeof(float);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < tasks; ++task) {
+            const int64_t part = task % parts, heads = task / parts, head = heads % own.value_heads;
+            if (part < whole) run_columns<COLUMNS>(own, heads / own.value_heads, head, part * WIDTH, block);
+            else run_columns<1>(own, heads / own.value_heads, head, whole * WIDTH + (part - whole) * W, block);
+        }
+    }
+}
+
+}  // namespace looped
