@@ -86,6 +86,7 @@ class ParallelConfig:
 # layer of a block over its link, which is slow in small pieces.
 BLOCK_LEN = {"cpu": 64, "cuda": 256}
 SNAPSHOT_LEN = 2048  # tokens
+IDLE_LEN = 2048  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +97,10 @@ class PrefixStoreConfig:
     block_len: int = 0  # tokens that are stored, found and evicted together; 0: 64, and 256 on a GPU
     min_tokens: int = 1  # shorter prompts, and shorter common prefixes, are ignored
     snapshot_len: int = SNAPSHOT_LEN  # tokens between two snapshots of the states of recurrent layers
+    idle_len: int = IDLE_LEN  # tokens of a conversation that an idle engine prefills ahead of its next turn; 0: none
 
     def __post_init__(self) -> None:
-        set_counts(self, num_bytes=1, block_len=0, min_tokens=1, snapshot_len=2)
+        set_counts(self, num_bytes=1, block_len=0, min_tokens=1, snapshot_len=2, idle_len=0)
 
     def on(self, device: str) -> PrefixStoreConfig:
         """The store with the block length of a device, if it has none of its own."""

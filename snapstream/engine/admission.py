@@ -199,6 +199,11 @@ class Job:
         return self.num_units - self.next_unit
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it fills the prefix store in idle time."""
+        return self.requests[0].is_idle
+
+    @property
     def will_decode(self) -> bool:
         """Whether any row decodes after the first token."""
         return any(not live.is_over and live.request.sampling.max_tokens > 1 for live in self.requests)

@@ -24,7 +24,9 @@ from snapstream.engine.scheduler import PlannedStep, Scheduler
 from snapstream.engine.transfers import TicketIssued, Transfers, TransferStats
 from snapstream.engine.validate import QueueFull, check_request
 from snapstream.step import DraftResult, KVConnector, KVTransferFailed, PendingStep, Runner, StepResult
-from snapstream.types import FinishReason, Logprob, Request, RequestOutput
+from snapstream.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
+
+IDLE_ID = "idle prefill"  # of the engine's own request
 
 
 class Engine:
@@ -56,6 +58,7 @@ class Engine:
         self._live: dict[str, LiveRequest] = {}  # until ``step`` has returned the finished output
         self._changed: dict[str, LiveRequest] = {}  # for ``step`` to return, in order of change
         self._pending: tuple[PlannedStep, PendingStep] | None = None
+        self._idle: LiveRequest | None = None  # fills the prefix store while no request is open
 
     def connect(self, connector: KVConnector) -> None:
         """Enable KV transfer to and from other engines."""
@@ -65,7 +68,13 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether ``step`` has anything to plan, to read or to return."""
-        return bool(self._pending or self._changed or self._transfers.has_events or self._scheduler.has_work)
+        is_busy = self._pending or self._changed or self._transfers.has_events or self._scheduler.has_work
+        return bool(is_busy or self._has_idle_work)
+
+    @property
+    def _has_idle_work(self) -> bool:
+        """Whether no request is open, and there is a conversation to prefill ahead of its next turn."""
+        return not self._live and self._prefixes is not None and self._prefixes.has_unstored
 
     @property
     def num_waiting(self) -> int:
@@ -142,7 +151,32 @@ class Engine:
         self._transfers.add(live)
         self._live[request.request_id] = live
         self._scheduler.add(live)
+        if self._idle is not None and self._prefixes is not None and not self._prefixes.must_wait(live):
+            self._end_idle(FinishReason.ABORT)
         return live.output
+
+    def _start_idle(self) -> None:
+        """Begin to prefill the last conversation whose answer could not be copied from its row."""
+        if self._idle is not None or self._scheduler.has_work or not self._has_idle_work:
+            return
+        assert self._prefixes is not None
+        text = self._prefixes.next_unstored()
+        request = Request(
+            request_id=IDLE_ID,
+            prompt_token_ids=text.token_ids,
+            sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
+            namespace=text.namespace,
+        )
+        self._idle = live_request(request, self._config, None, self._random, self._clock())
+        self._idle.is_idle = True
+        self._scheduler.add(self._idle)
+
+    def _end_idle(self, reason: FinishReason) -> None:
+        """Its prompt is prefilled, or it makes way: then what its job has computed is lost."""
+        live, self._idle = self._idle, None
+        if live is not None:
+            live.samples[0].end(reason)
+            self._scheduler.abort(live)
 
     def abort(self, request_id: str) -> bool:
         """End a request, at any moment; the next step returns its output. False if it is not running."""
@@ -159,6 +193,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Plan and submit a step, then handle the result of the one before; the outputs that changed."""
         self._poll_transfers()
+        self._start_idle()
         planned = self._scheduler.plan(self.runner.is_ready)
         previous, self._pending = self._pending, None
         if not planned.plan.is_empty:
@@ -203,7 +238,9 @@ class Engine:
         for live in planned.prefilled:
             if self._prefixes is not None:
                 self._prefixes.written(live)
-            if live.is_over:  # aborted
+            if live is self._idle:
+                self._end_idle(FinishReason.STOP)
+            if live.is_over:  # aborted, or nobody's
                 continue
             prefill = result.prefilled[live.request_id]
             live.take_prefill(prefill, now)

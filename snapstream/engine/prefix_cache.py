@@ -12,12 +12,13 @@ work: five agents over one document cost one prefill. Requests behind it do not 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import takewhile
+from typing import Literal, NamedTuple
 
 from snapstream.config import EngineConfig, PrefixStoreConfig
 from snapstream.engine.request_state import LiveRequest, LiveSample
@@ -29,6 +30,8 @@ KEPT_PROTECTED = 0.5  # share that new prompts cannot evict
 MOST_COMPARED = 64  # stored continuations that are compared to find the nearest
 
 Chain = tuple[bytes, ...]  # the token ids of each full block of a prompt
+# What filled a block: a prompt, a row (the last of its keys and values were made by decode), or idle prefill.
+Origin = Literal["prompt", "answer", "idle"]
 _TOKEN = "i"  # of array: 4 bytes
 
 
@@ -48,7 +51,7 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)
     is_ready: bool = False
     num_users: int = 0  # jobs that read it
-    is_answer: bool = False  # filled from a row: the last of its keys and values were made by decode
+    origin: Origin = "prompt"
     is_lost: bool = False  # removed from the tree; its number is reused when no job holds it
     namespace: str = ""  # of a root
     snapshot: int | None = None  # number of a snapshot of the recurrent states after its last token
@@ -177,7 +180,7 @@ class PrefixIndex:
                 heappush(self._free, node.number)
                 self._free_snapshot(node)
 
-    def reserve(self, namespace: str, chain: Chain) -> Reservation:
+    def reserve(self, namespace: str, chain: Chain, origin: Origin = "prompt") -> Reservation:
         """Blocks for the unknown part of the chain, as many as are available."""
         path = self.path(namespace, chain)
         first = len(path)
@@ -188,7 +191,7 @@ class PrefixIndex:
             number = self._take_number()
             if number is None:
                 break
-            node = Node(number, tokens, own[-1] if own else parent)
+            node = Node(number, tokens, own[-1] if own else parent, origin=origin)
             (own[-1] if own else parent).children[tokens] = node
             own.append(node)
         parent.num_users -= 1
@@ -365,10 +368,11 @@ class PrefixStats:
 
     queries: int = 0  # prompt tokens that were looked up
     hits: int = 0  # of those, tokens that were cached
-    answer_hits: int = 0  # of those, tokens whose keys and values were made by decode
+    answer_hits: int = 0  # of those, tokens of blocks that were copied from rows
+    idle_hits: int = 0  # of those, tokens that were prefilled in idle time
     saved: int = 0
     saved_answers: int = 0  # of those, from rows
-    lost_answers: int = 0  # generated tokens whose row had evicted some, or is not exact
+    lost_answers: int = 0  # generated tokens that were not copied: their row had evicted some, or is not exact
     evicted_blocks: int = 0
     used_blocks: int = 0
     num_blocks: int = 0
@@ -392,6 +396,16 @@ class StoredAnswer:
     namespace: str
     chain: Chain
     reservation: Reservation
+
+
+MAX_UNSTORED = 4  # conversations that wait for idle time; older ones are forgotten
+
+
+class IdleText(NamedTuple):
+    """A conversation that is worth a prefill in idle time."""
+
+    token_ids: tuple[int, ...]
+    namespace: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,14 +432,19 @@ class PrefixLookup:
         self._tier = tier
         self._disk = None if tier is None else DiskTransfers(self.index, tier)
         self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
-        self._queries = self._hits = self._answer_hits = self._saved = self._saved_answers = self._lost_answers = 0
+        self._queries = self._saved = self._saved_answers = self._lost_answers = 0
+        self._hits: Counter[Origin] = Counter()
+        self._idle_len = store.idle_len
+        self._most_staged = min(config.max_model_len - 1, config.pool_tokens - config.short_reserve)
+        self._unstored: deque[IdleText] = deque(maxlen=MAX_UNSTORED)  # the last conversation at the end
 
     def stats(self) -> PrefixStats:
         index = self.index
         return PrefixStats(
             queries=self._queries,
-            hits=self._hits,
-            answer_hits=self._answer_hits,
+            hits=self._hits.total(),
+            answer_hits=self._hits["answer"],
+            idle_hits=self._hits["idle"],
             saved=self._saved,
             saved_answers=self._saved_answers,
             lost_answers=self._lost_answers,
@@ -440,7 +459,7 @@ class PrefixLookup:
         if live.request.positions is None and self._least <= live.num_tokens <= self._longest:
             chain = chain_of(live.request.prompt_token_ids, self._block_len)
             rest = live.request.prompt_token_ids[len(chain) * self._block_len :]
-            self._queued[live] = _Lookup(chain, array("i", rest).tobytes())
+            self._queued[live] = _Lookup(chain, array("i", rest).tobytes(), was_fetched=live.is_idle)
 
     def leave(self, live: LiveRequest) -> None:
         """A request left the queue without a job."""
@@ -495,13 +514,14 @@ class PrefixLookup:
         restored = tuple(self.index.up_to_snapshot(path[: min(_num_ready(path), self._most_restored(live))]))
         if len(restored) * self._block_len < self._min_restored:
             restored = ()
-        self._queries += live.num_tokens
-        self._hits += len(restored) * self._block_len
-        self._answer_hits += sum(node.is_answer for node in restored) * self._block_len
+        if not live.is_idle:
+            self._queries += live.num_tokens
+            for node in restored:
+                self._hits[node.origin] += self._block_len
         diverged_at = self.index.diverged_at(namespace, lookup.chain, lookup.rest)
         live.output.prefix = PrefixUse(cached_tokens=len(restored) * self._block_len, diverged_at=diverged_at)
         self.index.take(restored)
-        saved = self.index.reserve(namespace, lookup.chain)
+        saved = self.index.reserve(namespace, lookup.chain, "idle" if live.is_idle else "prompt")
         snapshots = self._reserve_snapshots(live, len(restored), [*path, *saved.nodes])
         self._held[live] = _Held(restored, saved, lookup.chain, tuple(snapshots.values()))
         if not restored and not saved.nodes and not snapshots:
@@ -562,21 +582,33 @@ class PrefixLookup:
         num_written = num_tokens + 1 + self._num_drafted
         if num_tokens < self._least or num_tokens > self._longest:
             return None
+        ids = (*live.request.prompt_token_ids, *token_ids[:-1])
+        chain = chain_of(ids, self._block_len)
         if num_written > min(self._row_len, live.budget.capacity):
             self._lost_answers += len(token_ids)
+            num_new = len(ids) - self.probe(ids, live.request.namespace)
+            is_worth_it = self._block_len <= num_new <= self._idle_len and len(ids) <= self._most_staged
+            if is_worth_it and len(live.samples) == 1:  # of several a caller goes on with one at most
+                self._unstored.append(IdleText(ids, live.request.namespace))
             return None
-        chain = chain_of((*live.request.prompt_token_ids, *token_ids[:-1]), self._block_len)
-        reservation = self.index.reserve(live.request.namespace, chain)
+        reservation = self.index.reserve(live.request.namespace, chain, "answer")
         if not reservation.nodes:
             return None
-        for node in reservation.nodes:
-            node.is_answer = True
         self.index.commit(reservation)  # plans run in order
         num_saved = len(reservation.nodes) * self._block_len
         self._saved, self._saved_answers = self._saved + num_saved, self._saved_answers + num_saved
         numbers = tuple(node.number for node in reservation.nodes)
         moves = PrefixMoves(block_len=self._block_len, saved=numbers, first_saved=reservation.first)
         return StoredAnswer(SavedRow(row=sample.row, moves=moves), live.request.namespace, chain, reservation)
+
+    @property
+    def has_unstored(self) -> bool:
+        """Whether there is a conversation to prefill in idle time."""
+        return bool(self._unstored)
+
+    def next_unstored(self) -> IdleText:
+        """The last conversation whose answer could not be copied. IndexError if there is none."""
+        return self._unstored.pop()
 
     def answer_written(self, answer: StoredAnswer) -> None:
         """The result of the step that saved a row was read: write its blocks to disk."""
@@ -605,6 +637,9 @@ class PrefixLookup:
         for live in running:
             if _is_within(live.request.namespace, namespace):
                 live.stores_answer = False
+        kept = [text for text in self._unstored if not _is_within(text.namespace, namespace)]
+        self._unstored = deque(kept, maxlen=MAX_UNSTORED)
+        self.poll()  # an idle engine does not
         if self._tier is not None:
             self._tier.forget(namespace)
         return self.index.reset(namespace)

@@ -364,6 +364,7 @@ class LiveRequest:
     first_unit: float | None = None
     first_token: float | None = None
     stores_answer: bool = True  # in the prefix store; False after a reset
+    is_idle: bool = False  # the engine's own: it fills the prefix store, and makes way for others
 
     def __post_init__(self) -> None:
         for sample in self.samples:

@@ -204,6 +204,10 @@ class Scheduler:
             if job is None:
                 break
             count = min(limit - num_planned, self._units_at_once(job))
+            if job.is_idle and not self.admission.num_waiting:  # a request that arrives waits for one unit at most
+                units.append(UnitRange(job.job_id, job.next_unit, 1))
+                job.next_unit += 1
+                break
             if by_work:
                 count, work = self._count_by_work(job, count, work, is_decoding=is_decoding)
                 if count == 0:

@@ -34,7 +34,8 @@ class EngineStats:
     prefix_blocks_total: int = 0
     prefix_queries_total: int = 0  # prompt tokens that were looked up
     prefix_hits_total: int = 0  # of those, tokens that were cached
-    prefix_answer_hits_total: int = 0  # of those, tokens that decode had made
+    prefix_answer_hits_total: int = 0  # of those, tokens of blocks that were copied from rows
+    prefix_idle_hits_total: int = 0  # of those, tokens that were prefilled in idle time
     prefix_saved_total: int = 0  # tokens
     prefix_lost_answers_total: int = 0  # generated tokens that could not be stored
     prefix_evicted_blocks_total: int = 0
@@ -91,6 +92,7 @@ class StatsCounter:
             prefix_queries_total=prefix.queries,
             prefix_hits_total=prefix.hits,
             prefix_answer_hits_total=prefix.answer_hits,
+            prefix_idle_hits_total=prefix.idle_hits,
             prefix_saved_total=prefix.saved,
             prefix_lost_answers_total=prefix.lost_answers,
             prefix_evicted_blocks_total=prefix.evicted_blocks,

@@ -145,7 +145,7 @@ class Metrics:
             ("prefix_cache_queries", "Prompt tokens looked up in the prefix store.", stats.prefix_queries_total),
             ("prefix_cache_hits", "Prompt tokens found in the prefix store.", stats.prefix_hits_total),
             ("prefix_saved_tokens", "Tokens put into the prefix store.", stats.prefix_saved_total),
-            ("prefix_lost_answer_tokens", "Generated tokens not stored.", stats.prefix_lost_answers_total),
+            ("prefix_lost_answer_tokens", "Generated tokens not copied from rows.", stats.prefix_lost_answers_total),
             ("prefix_evicted_blocks", "Blocks evicted from the prefix store.", stats.prefix_evicted_blocks_total),
             *self._row_totals(stats),
             ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
@@ -157,7 +157,7 @@ class Metrics:
         origins = CounterMetricFamily(
             OURS + "prefix_hits", "Tokens found in the prefix store.", labels=["model_name", "origin"]
         )
-        by_origin = {"answer": stats.prefix_answer_hits_total}
+        by_origin = {"answer": stats.prefix_answer_hits_total, "idle": stats.prefix_idle_hits_total}
         origins.add_metric([model, "prompt"], stats.prefix_hits_total - sum(by_origin.values()))
         for origin, total in by_origin.items():
             origins.add_metric([model, origin], total)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from snapstream.config import EngineConfig
+from snapstream.engine.core import IDLE_ID
 from snapstream.kv.layout import ring_start
 from snapstream.step import JobSpec, KVConnector, PrefillEntry, PrefillResult, PrefixTier, StepPlan, StepResult
 from snapstream.types import Compression, Logprob
@@ -121,7 +122,7 @@ class FakeRunner:
 
     def _drop(self, job_id: int) -> None:
         job = self.jobs.pop(job_id)
-        assert all(entry.request_id in self.aborted for entry in job.spec.entries)
+        assert all(entry.request_id in {*self.aborted, IDLE_ID} for entry in job.spec.entries)
 
     def _open(self, spec: JobSpec) -> None:
         config, size = self.config, spec.num_tokens

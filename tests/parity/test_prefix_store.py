@@ -28,7 +28,7 @@ from tests.waiting import until
 BLOCK, LONGEST = 8, 160
 SELECTOR = SnapKV(observation_len=4)
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
-STORE = PrefixStoreConfig(num_bytes=2**20, block_len=BLOCK, min_tokens=BLOCK)
+STORE = PrefixStoreConfig(num_bytes=2**20, block_len=BLOCK, min_tokens=BLOCK, idle_len=0)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0, return_kept=True)
 
 
@@ -240,6 +240,71 @@ def test_the_next_turn_continues_after_the_answer(
     assert stats is not None
     assert (cached, stats.answer_hits) == ([0, *found], by_decode)
     assert (stats.saved_answers > 0) == (by_decode > 0) and (stats.lost_answers > 0) == (found != LATER)
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("llama-gqa-tied", {"budget": BUDGET}),
+    ("llama-gqa-tied", {"kv_dtype": "fp8"}),
+    ("qwen2-windows", {"num_speculative_tokens": 0}),
+    ("lfm2", {}),
+    ("qwen3.5", {}),
+])  # fmt: skip
+def test_an_idle_engine_prefills_answers_that_it_cannot_copy(
+    folders: dict[str, Path], name: str, settings: dict[str, Any]
+) -> None:
+    """Rows that evict, round, or have states: the next turn finds the answer, as exact as a prompt."""
+    given = {"budget": "full", "max_rows": 1} | settings
+    conversation, cached = ids(11), []
+    store = replace(STORE, idle_len=64, snapshot_len=64)
+    with engine(folders[name], **given, prefix_store=store) as warm:
+        for turn in range(4):
+            with engine(folders[name], prefix_store=None, **given) as cold:
+                outputs = [answer(llm, conversation, SAY) for llm in (cold, warm)]
+            assert outputs[0].token_ids == outputs[1].token_ids
+            cached.append(outputs[1].cached_tokens)
+            conversation += outputs[1].token_ids + ids(9, seed=turn)
+            assert not warm.engine.has_work and warm.engine.rows_free == 1  # it waits until the engine is idle
+        stats = warm.engine.prefix_stats
+    assert stats is not None and stats.idle_hits >= 3 * 8 and stats.queries == 11 + 41 + 71 + 101
+    # States are stored at the block before the last tokens, which the next prompt may need as observation queries.
+    assert cached == [0, 24, 56, 80 if name in RECURRENT else 88]
+
+
+def test_idle_prefill_makes_way(folder: Path) -> None:
+    """A request that it does not help drops it; one that it helps waits for it; a reset forgets it."""
+    store = replace(STORE, idle_len=64)
+    with engine(folder, prefix_store=store) as llm:
+        own = llm.engine
+
+        def until_idle_prefill(name: str) -> list[int]:
+            own.add_request(request(name, ids(50), sampling=SAY))
+            said: list[int] = []
+            while own.num_running or own.num_waiting or not said:
+                said = next((output.token_ids for output in own.step() if output.is_finished), said)
+            for _ in range(2):
+                own.step()
+            assert own.has_work and own.rows_free == 3
+            return said
+
+        def drained() -> RequestOutput:
+            (output,) = [output for _ in iter(lambda: own.has_work, False) for output in own.step()
+                         if output.is_finished]  # fmt: skip
+            return output
+
+        said = until_idle_prefill("first")
+        own.add_request(request("stranger", ids(70, seed=9)))
+        assert own.rows_free == 4, "it was dropped"
+        assert drained().cached_tokens == 0 and own.rows_free == 4
+        said = until_idle_prefill("second")
+        own.add_request(request("next turn", ids(50) + said + ids(8)))
+        assert drained().cached_tokens == 64, "50 tokens of the prompt, 20 of the answer"
+        own.reset_prefix_store()
+        until_idle_prefill("third")
+        own.reset_prefix_store()
+        while own.has_work:
+            own.step()
+        stats = own.prefix_stats
+        assert stats is not None and stats.used_blocks == 0 and stats.idle_hits == 16
 
 
 def test_answers_that_stop_or_are_aborted_are_stored_with_what_was_shown(folder: Path) -> None:

@@ -256,8 +256,8 @@ def test_every_form_of_answer_tells_what_was_cached() -> None:
                 assert queries > hits > 1000
             assert totals['snapstream:prefix_store_blocks_used{model_name="tiny"}'] > 20
             by_origin = {origin: totals[f'snapstream:prefix_hits_total{{model_name="tiny",origin="{origin}"}}']
-                         for origin in ("prompt", "answer")}  # fmt: skip
-            assert by_origin == {"prompt": hits, "answer": 0}
+                         for origin in ("prompt", "answer", "idle")}  # fmt: skip
+            assert by_origin == {"prompt": hits, "answer": 0, "idle": 0}
 
     asyncio.run(run())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstream.config import Chunking, EngineConfig, KVBudget, PrefixStoreConfig
-from snapstream.engine.core import Engine
+from snapstream.engine.core import IDLE_ID, Engine
 from snapstream.engine.prefix_cache import Node, PrefixIndex, PrefixStats, Reservation, chain_of
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.types import Request, RequestOutput, SamplingParams
@@ -242,7 +243,7 @@ def every_prefix(index: PrefixIndex) -> Iterator[tuple[str, tuple[int, ...]]]:
 # Who waits for whose prefix, and that nobody waits for ever or behind one who waits.
 
 PREFIX_LOOKUP_BLOCK = 4
-STORE = PrefixStoreConfig(num_bytes=1, block_len=PREFIX_LOOKUP_BLOCK, min_tokens=PREFIX_LOOKUP_BLOCK)
+STORE = PrefixStoreConfig(num_bytes=1, block_len=PREFIX_LOOKUP_BLOCK, min_tokens=PREFIX_LOOKUP_BLOCK, idle_len=0)
 
 
 def store_config(num_blocks: int = 50, **fields: Any) -> EngineConfig:
@@ -324,6 +325,7 @@ PREFIX_LOOKUP_PROMPTS = st.tuples(st.integers(0, 1), st.integers(5, 60), st.inte
     moves=st.lists(st.tuples(st.sampled_from(["step", "add", "abort"]), st.integers(0, 11)), max_size=60),
     row_len=st.sampled_from([0, 40, 80]),
     max_tokens=st.integers(1, 12),
+    idle_len=st.sampled_from([0, 20, 80]),
 )
 def test_every_request_ends_with_its_own_answer(
     num_blocks: int,
@@ -331,17 +333,19 @@ def test_every_request_ends_with_its_own_answer(
     moves: list[tuple[str, int]],
     row_len: int,
     max_tokens: int,
+    idle_len: int,
 ) -> None:
     """Whatever is shared, evicted, waited for and given up: answers are those of a lone request, blocks come back."""
     config = EngineConfig(
         budget=KVBudget.full(80), max_model_len=80, max_rows=3, short_reserve=8, staging_tokens=150,
         chunking=Chunking(chunk_len=4, short_len=4, prefill_quantum=1),
-        selector=SnapKV(observation_len=4), prefix_store=STORE, prefix_blocks=num_blocks, prefix_row_len=row_len,
+        selector=SnapKV(observation_len=4), prefix_store=replace(STORE, idle_len=idle_len), prefix_blocks=num_blocks,
+        prefix_row_len=row_len,
     )  # fmt: skip
     requests: dict[str, Request] = {}
 
     def length_of(entry: Any, index: int) -> int:
-        return len(run_alone(requests[entry.request_id], index).token_ids)
+        return 1 if entry.request_id == IDLE_ID else len(run_alone(requests[entry.request_id], index).token_ids)
 
     runner = FakeRunner(config, 2, draw_by_hash(VOCAB_SIZE), length_of)
     engine = Engine(
