@@ -243,6 +243,12 @@ ONE: dict[str, str] = {
     f"{A}<|tool_call_end|><|tool_calls_section_end|>",
     "mistral": f"[TOOL_CALLS]get_weather{A}",
     "harmony": f"<|channel|>commentary to=functions.get_weather<|message|>{A}<|call|>",
+    "minimax_m2": f'<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">{CITY}</parameter>\n'
+    '<parameter name="days">3</parameter>\n<parameter name="exact">true</parameter>\n'
+    '<parameter name="tags">["a,b", "it\'s"]</parameter>\n<parameter name="where">{"lat": -1.5}</parameter>\n'
+    '<parameter name="unit">null</parameter>\n</invoke>\n</minimax:tool_call>',
+    "cohere": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {A}}}\n]'
+    "<|END_ACTION|>",
 }
 ONE["glm47"] = ONE["glm45"].replace("\n", "")
 SEVERAL: dict[str, str] = {
@@ -267,6 +273,10 @@ SEVERAL: dict[str, str] = {
     f'{{"input": {json.dumps(CODE)}}}<|tool_call_end|><|tool_calls_section_end|>',
     "mistral": f'[TOOL_CALLS] [{{"name": "now", "arguments": {{}}, "id": "abcdefghi"}}, {{"name": "run", "arguments": '
     f'{{"input": {json.dumps(CODE)}}}}}]',
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n<invoke name="run">\n'
+    f'<parameter name="input">{CODE}</parameter>\n</invoke>\n</minimax:tool_call>',
+    "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}},\n    '
+    f'{{"tool_call_id": "1", "tool_name": "run", "parameters": {{"input": {json.dumps(CODE)}}}}}\n]<|END_ACTION|>',
     "harmony": "<|channel|>commentary to=functions.now<|message|>{}<|channel|>commentary to=functions.run<|message|>"
     f'{{"input": {json.dumps(CODE)}}}<|call|>',
 }
@@ -393,6 +403,8 @@ def test_ids_are_those_that_templates_expect() -> None:
         ("glm45", "<tool_call>now</tool_call>", [("now", "{}")]),
         ("deepseek_v31", SEVERAL["deepseek_v3"], [("now", "{}"), ("run", CODE)]),
         ("deepseek_v3", SEVERAL["deepseek_v31"], [("now", "{}"), ("run", CODE)]),
+        ("minimax_m2", '<minimax:tool_call><invoke name="now"></minimax:tool_call>', [("now", "{}")]),
+        ("cohere", '<|START_ACTION|>{"tool_name": "now", "parameters": {}}<|END_ACTION|>', [("now", "{}")]),
         ("kimi_k2", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [("now", "{}")]),
         ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}", [("now", "{}"), ("now", "{}")]),
         ("llama3_json", '<|python_start|>{"name": "now", "parameters": {}}<|python_end|>', [("now", "{}")]),
@@ -439,6 +451,8 @@ TEMPLATES = {
     "deepseek_v31": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['function']['name'] + '<｜tool▁sep｜>' }}",
     "kimi_k2": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}",
     "mistral": '{{- "[TOOL_CALLS][" }}',
+    "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
+    "cohere": "You will write tool calls as <|START_ACTION|>[{ ... }]<|END_ACTION|>",
     "harmony": '{{- "functions." + tool_call.name + "<|channel|>commentary " }}{{- content_type + "<|message|>" }}',
 }
 

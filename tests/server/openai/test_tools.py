@@ -317,6 +317,10 @@ TEXT = Function(
          '{"text":"Zoë\\n"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'),
         ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.say:0<|tool_call_argument_begin|>"
          '{"text":"Zoë\\n"}<|tool_call_end|><|tool_calls_section_end|>'),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="say">\n<parameter name="text">Zoë\n</parameter>\n</invoke>\n'
+         "</minimax:tool_call>"),
+        ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "say", "parameters": {"text":"Zoë\\n"}}'
+         "\n]<|END_ACTION|>"),
         ("mistral", '[TOOL_CALLS][{"name": "say", "arguments": {"text":"Zoë\\n"}}]'),
         ("harmony", '<|channel|>commentary to=functions.say <|constrain|>json<|message|>{"text":"Zoë\\n"}'),
     ],
@@ -352,7 +356,7 @@ def test_a_custom_tool_with_a_grammar(name: str) -> None:
         content, ((_, text),) = calls_of(name, written(grammar, seed), function)
         assert content == "" and len(text) == 4 and set(text[:2]) <= set("ab") and text[2] == "/" and text[3].isdigit()
     function = custom(lark='start: "a" inner "b"\ninner: "(" inner ")" | "x"')
-    if name not in ("qwen3_coder", "glm45", "glm47"):
+    if name not in ("qwen3_coder", "glm45", "glm47", "minimax_m2"):
         with pytest.raises(ValueError, match="Lark"):
             forced_calls(FORMATS[name], (function,), {}, is_single=True)
         return

@@ -4,6 +4,7 @@ hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>         Q
 llama3_json   {"name": "f", "parameters": {...}}; {...}                        Llama 3.1 to 4, the whole answer
 mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, {...}]          tokenizers v2 to v7
               [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}                             v11 on; also with [CALL_ID]id and [ARGS]
+cohere        <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {...}}, {...}]<|END_ACTION|>
 """
 
 from __future__ import annotations
@@ -121,3 +122,30 @@ class MistralList(Mistral):
 
     def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return object_call(rules, function, "arguments")
+
+
+ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
+
+
+class Cohere(CallFormat):
+    """Command R7B and Command A. The model's ids count from 0 in each turn, so calls get others."""
+
+    name = "cohere"
+    marks = (ACTION,)
+    tags = (ACTION, ACTION_END)
+    before, between, after = f"{ACTION}[\n    ", ",\n    ", f"\n]{ACTION_END}"
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        place = expect(text, 0, ",") if is_next else option(text, expect(text, 0, ACTION), "[")
+        place = expect(text, place, "{")
+        if next_is(text, place, '"tool_call_id"'):
+            _, place = bare_word(text, expect(text, place, '"tool_call_id"', ":", '"'))
+            place = expect(text, place, '"', ",")
+        name, place = quoted_name(text, expect(text, place, '"tool_name"', ":"), names)
+        return Head(name, expect(text, place, ",", '"parameters"', ":", "{") - 1, ("}", "]", ACTION_END))
+
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
+        begin = rules.text('{"tool_call_id": "')
+        head = rules.text(f'", "tool_name": {json.dumps(function.name)}, "parameters": ')
+        end = rules.text("}")
+        return f"{begin} /[0-9]|[1-9][0-9]{{1,3}}/ {head} {rules.arguments(function)} {end}"

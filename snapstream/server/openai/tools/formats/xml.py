@@ -3,6 +3,7 @@ r"""Calls whose arguments are between tags, so that code needs no escapes.
 qwen3_coder   <tool_call>\n<function=f>\n<parameter=k>\nvalue\n</parameter>\n</function>\n</tool_call>
 glm45         <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>value</arg_value>\n</tool_call>       GLM-4.5, 4.6
 glm47         the same without line breaks                                                         GLM-4.7
+minimax_m2    <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">value</parameter>\n</invoke>\n</minimax:...>
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from snapstream.server.openai.tools.format import (
     bare_name,
     expect,
     next_is,
+    option,
     overlap,
     skip_space,
 )
@@ -199,3 +201,32 @@ class Glm47(Glm45):
     name = "glm47"
     between = ""
     _line = ""
+
+
+SECTION, SECTION_END = "<minimax:tool_call>", "</minimax:tool_call>"
+
+
+class MiniMaxM2(CallFormat):
+    """One section may have several calls."""
+
+    name = "minimax_m2"
+    marks = (SECTION,)
+    tags = (SECTION, SECTION_END)
+    before, after = f"{SECTION}\n", f"\n{SECTION_END}"
+    _tags: ClassVar[Tags] = Tags(
+        key_start='<parameter name="', key_end='">', value_start="", value_end="</parameter>", end="</invoke>",
+        other_end=SECTION_END,
+    )  # fmt: skip
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        place = option(text, 0, SECTION)
+        name, place = bare_name(text, expect(text, place, "<invoke", 'name="'), names)
+        return Head(name, expect(text, place, '"', ">"), (SECTION_END,))
+
+    def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
+        return TaggedArguments(self._tags, schema)
+
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
+        wrapping = Wrapping(lambda key: f'<parameter name="{key}">', "</parameter>\n")
+        head = rules.text(f'<invoke name="{function.name}">\n')
+        return f"{head} {each_property(rules, function, wrapping)} {rules.text('</invoke>')}"
