@@ -120,6 +120,13 @@ def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExp
     check(two, Asked(checkpoint(name), experts=experts, budget=40))
 
 
+@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["cohere2-panels", "ministral3-halves"])
+def test_other_recipes_in_looped_steps(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    """An MLP beside attention, whose outputs are added together; queries scaled by position."""
+    check(two, Asked(checkpoint(name), executor="looped", budget=40))
+
+
 def test_whole_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint) -> None:
     check(two, Asked(checkpoint("mistral4"), experts="ep", budget=40))
 

@@ -19,7 +19,7 @@ void copy_embedding(Work& w, int64_t line, float* out) {
 void embed_token(Work& w, int64_t token, int64_t at) {
     float* x = w.engine.residual + at;
     if (w.model.is_parallel) {  // no attention before the first layer
-        float* attended = (w.ranks.is_alone() ? w.engine.outputs : own_part(w, AFTER_ATTENTION)) + at;
+        float* attended = w.engine.outputs + at;
         std::fill(attended, attended + w.model.hidden, 0.0f);
     }
     if (w.ranks.is_alone()) return copy_embedding(w, token, x);

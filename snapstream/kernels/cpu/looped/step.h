@@ -64,26 +64,30 @@ inline float norm_factor(const float* x, int64_t count, float eps) {
     return 1.0f / std::sqrt(sum_of(sum + rest * rest) / static_cast<float>(count) + eps);
 }
 
-// Adds the ranks' partial sums of token b to the residual stream, before it is read. With the weight of an output norm
-// their norm is added; one rank's output then lies in `outputs`.
-inline void settle(Work& w, Turn turn, int64_t b, const float* out_norm = nullptr) {
+// The ranks' partial sums of token b, added to `from` unless that is null: out [D], which may be `from`.
+inline void sum_parts(Work& w, Turn turn, int64_t b, const float* from, float* out) {
     const RankGroup& ranks = w.ranks;
-    if (ranks.is_alone() && !out_norm) return;
     const int64_t size = w.model.hidden, first = b * size;
-    float *x = w.engine.residual + first, *own = out_norm ? w.engine.outputs + first : x;
     const auto add = [&](int64_t begin, int64_t count) {
         vec sum = load_some(ranks.part(turn, 0) + first + begin, count);
         for (int64_t rank = 1; rank < ranks.size; ++rank)
             sum += load_some(ranks.part(turn, rank) + first + begin, count);
-        return out_norm ? sum : load_some(x + begin, count) + sum;
+        return from ? load_some(from + begin, count) + sum : sum;
     };
-    if (!ranks.is_alone()) {
-        int64_t i = 0;
-        for (; i + W <= size; i += W) store(own + i, add(i, W));
-        float rest[W];
-        store(rest, add(i, size - i));
-        std::copy(rest, rest + size - i, own + i);
-    }
+    int64_t i = 0;
+    for (; i + W <= size; i += W) store(out + i, add(i, W));
+    float rest[W];
+    store(rest, add(i, size - i));
+    std::copy(rest, rest + size - i, out + i);
+}
+
+// Adds the ranks' partial sums of token b to the residual stream, before it is read. With the weight of an output norm
+// their norm is added; one rank's output then lies in `outputs`.
+inline void settle(Work& w, Turn turn, int64_t b, const float* out_norm = nullptr) {
+    if (w.ranks.is_alone() && !out_norm) return;
+    const int64_t size = w.model.hidden, first = b * size;
+    float *x = w.engine.residual + first, *own = out_norm ? w.engine.outputs + first : x;
+    if (!w.ranks.is_alone()) sum_parts(w, turn, b, out_norm ? nullptr : x, own);
     if (!out_norm) return;
     const float factor = norm_factor(own, size, w.model.eps);
     for (int64_t i = 0; i < size; ++i) x[i] += own[i] * factor * out_norm[i];
@@ -174,15 +178,17 @@ inline void pack_heads(Work& w, const Stack& next, int64_t b, int64_t head, int6
     put_input(next, w.engine.packed, Place(w.tokens, b), row, 0, next.cols);
 }
 
-// Makes the residual stream of token b what a block reads. A parallel MLP reads what attention did; the outputs of both
-// are added behind it.
+// Makes the residual stream of token b what a block reads. A parallel MLP reads what attention did; behind it the outputs
+// of both are added. That of attention waits in `outputs`: other ranks overwrite their parts in the next layer.
 inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm) {
     float* x = w.engine.residual + b * w.model.hidden;
     if (w.model.is_parallel) {
-        if (added == AFTER_ATTENTION) return;
-        const float* attended = w.engine.outputs + b * w.model.hidden;
-        if (!w.ranks.is_alone()) settle(w, AFTER_ATTENTION, b);
-        else for (int64_t i = 0; i < w.model.hidden; ++i) x[i] += attended[i];
+        float* attended = w.engine.outputs + b * w.model.hidden;
+        if (added == AFTER_ATTENTION) {
+            if (!w.ranks.is_alone()) sum_parts(w, added, b, nullptr, attended);
+            return;
+        }
+        for (int64_t i = 0; i < w.model.hidden; ++i) x[i] += attended[i];
     }
     settle(w, added, b, out_norm);
     if (!w.model.is_centered) return;
