@@ -157,7 +157,9 @@ class LayerPass:
             self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries, self._states
         )
         block = self._decoder.prefill_layer(layer)
-        attended = block.attend(residual, None, self._angles(tokens), view)
+        is_recurrent = isinstance(self._buffers.spec.layers[layer], State)
+        rope = (residual[:0], residual[:0]) if is_recurrent else self._angles(tokens)  # there nothing is rotated
+        attended = block.attend(residual, None, rope, view)
         if chunk.outputs is None:
             residual.add_(block.finish(residual, attended))
             return
