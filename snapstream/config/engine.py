@@ -296,11 +296,6 @@ class EngineConfig(Settings):
             as_kind("prefix_store", self.prefix_store, PrefixStoreConfig)
             object.__setattr__(self, "prefix_store", self.prefix_store.on(self.device))
             set_counts(self, prefix_blocks=1, prefix_max_len=0, prefix_disk=0, prefix_row_len=0)
-            check(
-                not self.selector.needs_all_queries,
-                f"selector {self.selector.name!r} needs the queries of a whole prompt, and a prefix store keeps keys "
-                "and values only; use selector 'snapkv', or no prefix store",
-            )
         as_kind("parallel", self.parallel, ParallelConfig)
         EXECUTORS.check(self.executor)
         if self.weights is not None:

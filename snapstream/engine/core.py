@@ -17,7 +17,7 @@ from collections.abc import Callable
 from random import Random
 from time import perf_counter
 
-from snapstream.config import EngineConfig
+from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.prefix_cache import PrefixStats
 from snapstream.engine.request_state import CachingTokenizer, LiveRequest, LiveSample, Tokenizer, live_request
 from snapstream.engine.scheduler import PlannedStep, Scheduler
@@ -160,14 +160,19 @@ class Engine:
         if self._idle is not None or self._scheduler.has_work or not self._has_idle_work:
             return
         assert self._prefixes is not None
+        config = self._config
         text = self._prefixes.next_unstored()
+        budget = None
+        if config.heads is None and config.reselection is None:  # its row is not read: nothing needs to be selected
+            budget = KVBudget.streaming(config.budget.capacity, num_sink=0)
         request = Request(
             request_id=IDLE_ID,
             prompt_token_ids=text.token_ids,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
             namespace=text.namespace,
+            budget=budget,
         )
-        self._idle = live_request(request, self._config, None, self._random, self._clock())
+        self._idle = live_request(request, config, None, self._random, self._clock())
         self._idle.is_idle = True
         self._scheduler.add(self._idle)
 

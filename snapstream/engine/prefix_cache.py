@@ -434,7 +434,7 @@ class PrefixLookup:
         self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
         self._queries = self._saved = self._saved_answers = self._lost_answers = 0
         self._hits: Counter[Origin] = Counter()
-        self._idle_len = store.idle_len
+        self._idle_len, self._has_heads = store.idle_len, config.heads is not None
         self._most_staged = min(config.max_model_len - 1, config.pool_tokens - config.short_reserve)
         self._unstored: deque[IdleText] = deque(maxlen=MAX_UNSTORED)  # the last conversation at the end
 
@@ -542,7 +542,7 @@ class PrefixLookup:
         """
         if self.index.num_snapshots == 0:
             return {}
-        last = (live.num_tokens - max(live.selector.num_queries(live.num_tokens), 1)) // self._block_len
+        last = (live.num_tokens - self._least_computed(live)) // self._block_len
         ends = {*range(self._snapshot_blocks, len(nodes) + 1, self._snapshot_blocks), min(last, len(nodes))}
         found = {}
         least = max(first + 1, -(-self._min_restored // self._block_len))  # a hit that is shorter is not used
@@ -653,7 +653,16 @@ class PrefixLookup:
         """Cached blocks that a prompt may use: the observation queries are computed, and at least one token."""
         if live.request.sampling.prompt_logprobs is not None:
             return 0  # they need the hidden states of all tokens
-        return (live.num_tokens - max(live.selector.num_queries(live.num_tokens), 1)) // self._block_len
+        return (live.num_tokens - self._least_computed(live)) // self._block_len
+
+    def _least_computed(self, live: LiveRequest) -> int:
+        """Tokens at the end of a prompt that are computed whatever is stored. The store has no queries, so a selector
+        that needs all of them computes a prompt of which it selects as a whole.
+        """
+        selects = self._has_heads or (live.num_tokens > live.budget.capacity and live.budget.num_topk > 0)
+        if live.selector.needs_all_queries and not selects:
+            return 1
+        return max(live.selector.num_queries(live.num_tokens), 1)
 
 
 def _num_ready(path: list[Node]) -> int:

@@ -77,12 +77,6 @@ def _check_selector(selector: Selector, config: EngineConfig) -> None:
             f"selector {name!r} is not shipped with the package, and worker ranks support shipped selectors only",
             "selector",
         )
-    if selector.needs_all_queries and config.prefix_store is not None:
-        raise InvalidValue(
-            f"selector {name!r} needs the queries of a whole prompt, and the prefix store of this engine keeps keys "
-            "and values only; start the engine without a prefix store",
-            "selector",
-        )
     if selector.needs_all_queries and not own.needs_all_queries:
         raise InvalidValue(
             f"selector {name!r} needs the queries of a whole prompt, and this engine has no memory reserved for them; "

@@ -103,8 +103,6 @@ def describe_store(model: ModelConfig, options: EngineOptions, config: EngineCon
         why = "too little memory is free"
         if model.recurrent_layers and config.device.startswith("cuda"):
             why = "states of recurrent layers on a GPU are not stored"
-        elif config.selector.needs_all_queries:
-            why = "the selector needs the queries of whole prompts"
         return f"prefix store: none{how}, because {why}"
     size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
     states = f" and {config.prefix_snapshots:,} snapshots of states" if config.prefix_snapshots else ""

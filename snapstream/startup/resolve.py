@@ -84,7 +84,7 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
         if store is None and options.prefix_dir is not None:
             raise ValueError(
                 f"prefix_dir is {options.prefix_dir!r}, and prefix_store 'auto' found no memory for a store, or the "
-                "selector cannot have one; give prefix_store a size"
+                "model cannot have one; give prefix_store a size"
             )
         options = replace(options, prefix_store=store)
     one_row = config_of(1, options)
@@ -124,7 +124,7 @@ def _with_rounded_inputs(
 
 def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> PrefixStoreConfig | None:
     """The store that ``"auto"`` gives the engine of ``config``, which has none; None where it cannot have one."""
-    if config.selector.needs_all_queries or (model.recurrent_layers and config.device.startswith("cuda")):
+    if model.recurrent_layers and config.device.startswith("cuda"):
         return None
     free, kind = machine.host_free_bytes, "gpu"
     if free is None:

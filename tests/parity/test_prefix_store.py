@@ -392,11 +392,23 @@ def test_what_needs_every_token_computed_bypasses_the_store(folder: Path) -> Non
     same(cold_kept, kept, exact=True)
 
 
-def test_selectors_that_need_all_queries_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="'hops' needs the queries of a whole prompt, and a prefix store keeps keys"):
-        LLM(folder, selector="hops", max_model_len=LONGEST, budget=64, prefix_store="1MiB", progress=False)
-    with engine(folder) as llm, pytest.raises(ValueError, match="'hops'.*prefix store"):
-        answer(llm, ids(60), selector=Hops(observation_len=4))
+def test_selectors_that_need_all_queries_read_what_fits_their_rows(folder: Path) -> None:
+    """Hops fill the store, and read it for prompts of which nothing is evicted; others are computed as a whole."""
+    settings: dict[str, Any] = {"selector": Hops(observation_len=4), "budget": 64}
+    prompts = [ids(60), ids(60), ids(90), ids(90), ids(60) + ids(3, seed=2)]
+    with engine(folder, prefix_store=None, **settings) as llm:
+        cold = [answer(llm, prompt) for prompt in prompts]
+    with engine(folder, **settings) as llm:
+        warm = [answer(llm, prompt) for prompt in prompts]
+        assert [output.cached_tokens for output in warm] == [0, 56, 0, 0, 56]
+        other = answer(llm, ids(90) + ids(5), selector=SELECTOR)
+        assert other.cached_tokens == 88, "another selector reads what hops have filled"
+    for one, two in zip(cold, warm, strict=True):
+        same(one, two, exact=True)
+    with engine(folder, **settings, prefix_store=replace(STORE, idle_len=64)) as llm:
+        said = answer(llm, ids(60), SAY).token_ids
+        assert not llm.engine.has_work
+        assert answer(llm, ids(60) + said + ids(9), SAY, selector=SELECTOR).cached_tokens == 72
 
 
 def test_a_prompt_waits_for_the_one_that_writes_its_beginning(folder: Path) -> None:

@@ -248,13 +248,8 @@ def test_auto_is_none_where_it_cannot_be() -> None:
     tight = resolve(MODEL, OPTIONS, machine(20 * GIB))
     assert tight.prefix_store is None
     assert describe_store(MODEL, OPTIONS, tight) == "prefix store: none (auto), because too little memory is free"
-    hops = replace(OPTIONS, selector="hops")
-    config = resolve(MODEL, hops, machine(60 * GIB))
-    assert config.prefix_store is None and "the queries of whole prompts" in describe_store(MODEL, hops, config)
     with pytest.raises(ValueError, match="prefix_dir is 'd', and prefix_store 'auto' found no memory"):
         resolve(MODEL, replace(OPTIONS, prefix_dir="d"), machine(20 * GIB))
-    with pytest.raises(ValueError, match="'hops' needs the queries"):
-        resolve(MODEL, replace(hops, prefix_store="8GiB"), machine(60 * GIB))
 
 
 def test_more_than_is_free_is_refused() -> None:
