@@ -40,28 +40,32 @@ def _glm4_moe(settings: Settings) -> Recipe:
 
 def _glm4_lite(settings: Settings) -> Recipe:
     """DeepSeek-V3 whose ``mlp_layer_types`` say which layers have experts."""
-    return deepseek_v3({**settings, "first_k_dense_replace": _num_dense(settings)})
+    return deepseek_v3({**settings, "first_k_dense_replace": num_dense(settings)})
 
 
-def _num_dense(settings: Settings) -> int:
-    """How many first layers have no experts."""
+def num_dense(settings: Settings) -> int:
+    """How many first layers have no experts, by mlp_layer_types or first_k_dense_replace."""
     kinds = settings.get("mlp_layer_types")
     if kinds is None:
         return whole_number(settings, "first_k_dense_replace")
     return int(kinds.index("sparse")) if "sparse" in kinds else len(kinds)
 
 
-def _glm4_lite_refusals(settings: Settings) -> list[str]:
-    """As DeepSeek-V3; layers without experts must come first."""
-    kinds, reasons = settings.get("mlp_layer_types"), deepseek_v3_refusals(settings)
+def layer_kind_refusals(settings: Settings) -> list[str]:
+    """Why mlp_layer_types is not supported: layers without experts must come first."""
+    kinds = settings.get("mlp_layer_types")
     if kinds is None:
-        return reasons
+        return []
     if not isinstance(kinds, list) or len(kinds) != whole_number(settings, "num_hidden_layers"):
-        return [*reasons, f"mlp_layer_types is {kinds!r}; it must name the kind of every layer"]
-    first = _num_dense(settings)
-    if kinds != ["dense"] * first + ["sparse"] * (len(kinds) - first):
-        reasons.append(f"mlp_layer_types is {kinds!r}; only dense layers first, then sparse ones, are supported")
-    return reasons
+        return [f"mlp_layer_types is {kinds!r}; it must name the kind of every layer"]
+    first = num_dense(settings)
+    if kinds == ["dense"] * first + ["sparse"] * (len(kinds) - first):
+        return []
+    return [f"mlp_layer_types is {kinds!r}; only dense layers first, then sparse ones, are supported"]
+
+
+def _glm4_lite_refusals(settings: Settings) -> list[str]:
+    return [*deepseek_v3_refusals(settings), *layer_kind_refusals(settings)]
 
 
 GLM4 = Family(

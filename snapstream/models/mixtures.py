@@ -1,4 +1,7 @@
-"""Mixtures of experts with the attention of Llama, Qwen or OLMo: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE. No torch."""
+"""Mixtures of experts with the attention of Llama, Qwen or OLMo: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3, Mellum.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from snapstream.models.family import (
     attention_biases,
     num_layers,
     read_sigmoid_moe,
+    ropes_by_kind,
     windows_by_type,
 )
+from snapstream.models.glm import layer_kind_refusals, num_dense
+from snapstream.models.qwen import softmax_experts
 from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed
 
 _MINIMAX_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -118,6 +124,46 @@ def _olmoe_refusals(settings: Settings) -> list[str]:
     return [] if limit is None else [f"clip_qkv is {limit!r}; clipped projections are not supported"]
 
 
+def _hy3(settings: Settings) -> Recipe:
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=whole_number(settings, "num_shared_experts"),
+        first_dense=num_dense(settings),
+        scoring="sigmoid",
+        normalise=True,
+        scale=number(settings, "router_scaling_factor", above=0.0),
+        has_bias=True,
+    )
+    return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), "qk_norm": True, "moe": moe}
+
+
+def _hy3_refusals(settings: Settings) -> list[str]:
+    reasons = layer_kind_refusals(settings)
+    if flag(settings, "mlp_bias"):
+        reasons.append("mlp_bias is true; no published model of this architecture has it, so it is not built")
+    return reasons
+
+
+def _hy3_tensors(config: ModelConfig) -> TensorSpecs:
+    names = {
+        ".gate.e_score_correction_bias": ".expert_bias", "mlp.gate.weight": "mlp.router.gate.weight",
+        ".shared_experts.": ".shared_mlp.",
+    }  # fmt: skip
+    return renamed(decoder_tensors(config), names)
+
+
+def _mellum(settings: Settings) -> Recipe:
+    """Layers with sliding windows have a rope of their own."""
+    windows = windows_by_type(settings, lambda layer: False)
+    ropes = ropes_by_kind(settings, {"rope_theta": 500000.0}, {"rope_theta": 10000.0})
+    if not windows:
+        ropes.pop("window_rope")
+    moe = replace(softmax_experts(settings), first_dense=num_dense(settings))
+    return {**attention_biases(settings), **windows, **ropes, "qk_norm": True, "moe": moe}
+
+
 MINIMAX_M2 = Family(
     defaults={
         "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
@@ -160,3 +206,25 @@ OLMOE = Family(
     refusals=_olmoe_refusals,
     has_experts=True,
 )
+HY_V3 = Family(
+    defaults={
+        "first_k_dense_replace": 1, "head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 192,
+        "num_experts_per_tok": 8, "num_key_value_heads": 8, "num_shared_experts": 1, "rms_norm_eps": 1e-5,
+        "rope_theta": 11158840.0, "router_scaling_factor": 2.826,
+    },
+    recipe=_hy3,
+    refusals=_hy3_refusals,
+    has_experts=True,
+    tensors=_hy3_tensors,
+)  # fmt: skip
+MELLUM = Family(
+    defaults={
+        "first_k_dense_replace": 0, "head_dim": 128, "moe_intermediate_size": 896, "norm_topk_prob": True,
+        "num_local_experts": 64, "num_experts_per_tok": 8, "num_key_value_heads": 4, "sliding_window": 1024,
+    },
+    recipe=_mellum,
+    refusals=layer_kind_refusals,
+    has_experts=True,
+    has_windows=True,
+    has_rope_by_kind=True,
+)  # fmt: skip

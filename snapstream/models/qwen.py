@@ -26,7 +26,7 @@ def _windows(settings: Settings) -> Recipe:
     return windows_by_type(settings, lambda layer: layer >= first)
 
 
-def _experts(settings: Settings) -> MoEConfig:
+def softmax_experts(settings: Settings) -> MoEConfig:
     """Softmax over all experts; whether the weights of the chosen ones add up to 1 is a field."""
     name = "num_experts" if settings.get("num_experts") is not None else "num_local_experts"
     return MoEConfig(
@@ -39,13 +39,13 @@ def _experts(settings: Settings) -> MoEConfig:
 
 def _qwen3_moe(settings: Settings) -> Recipe:
     biases = attention_biases(settings)
-    return {**biases, "qk_norm": True, "moe": _experts(settings), **windows_of_all_layers(settings)}
+    return {**biases, "qk_norm": True, "moe": softmax_experts(settings), **windows_of_all_layers(settings)}
 
 
 def _qwen2_moe(settings: Settings) -> Recipe:
     """Beside the experts one MLP that every token passes, of a size of its own, with a gate."""
     moe = replace(
-        _experts(settings),
+        softmax_experts(settings),
         num_shared=1,
         own_shared=whole_number(settings, "shared_expert_intermediate_size"),
         has_shared_gate=True,

@@ -38,7 +38,7 @@ from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, GRANITE, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
-from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, MINIMAX_M2, OLMOE
+from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, HY_V3, MELLUM, MINIMAX_M2, OLMOE
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -76,6 +76,8 @@ FAMILIES: Registry[Family] = Registry(
         "Dots1ForCausalLM": DOTS1,
         "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
         "OlmoeForCausalLM": OLMOE,
+        "HYV3ForCausalLM": HY_V3,
+        "MellumForCausalLM": MELLUM,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
         "CohereForCausalLM": COHERE,

@@ -184,6 +184,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "num_attention_heads": 6,
          "num_key_value_heads": 3, "attention_bias": True},
     ),
+    "hy3": (
+        "HYV3Config",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "num_shared_experts": 2,
+         "head_dim": 20, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    ),
+    "mellum": (
+        "MellumConfig",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 20,
+         "num_key_value_heads": 1, "sliding_window": 21, "norm_topk_prob": False,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+         "rope_parameters": {
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+             "full_attention": {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 8.0,
+                                "original_max_position_embeddings": 64}}},
+    ),
     "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
     "iquest-coder": ("IQuestCoderConfig", {"head_dim": 20, "num_key_value_heads": 1}),

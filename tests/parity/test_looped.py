@@ -90,6 +90,8 @@ OTHERS = (
     "Olmoe",
     "Youtu",
     "Mistral4",
+    "HYV3",
+    "Mellum",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

@@ -757,6 +757,8 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"sliding_window": 77, "max_window_layers": 3}
     if "linear_key_head_dim" in known:
         settings["head_dim"] = 16  # of which a quarter is rotated
+    if architecture == "HYV3ForCausalLM":
+        settings |= {"mlp_bias": False, "num_shared_experts": 3, "router_scaling_factor": 1.5}
     if architecture == "CohereForCausalLM":
         settings["use_qk_norm"] = False
     if architecture.startswith("Cohere"):
