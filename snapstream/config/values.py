@@ -28,10 +28,15 @@ class RowFormat:
     """Size and limits of a row format; ``kernels/formats.py`` has its arithmetic, and says how to add one."""
 
     name: str
-    bits: int  # of a number, without scales
+    bits: float  # of a number, without ``scales``
     scales: Literal["head", "slot"] | None = None  # fp32, of K and of V: per kv head of a row, or also per slot
+    group: int = 1  # a head is a multiple of this; groups of more numbers have their scale among their bits
     cpu_only: bool = False  # unless it is the dtype of the computation, only a CPU reads it, and not for latents
     capability: tuple[int, int] = (0, 0)  # the least compute capability of a GPU; (0, 0): any
+
+    def num_bytes(self, numbers: int) -> int:
+        """Bytes of whole heads that have ``numbers`` numbers together, without ``scales``."""
+        return int(numbers * self.bits) // 8
 
 
 ROW_FORMATS: dict[str, RowFormat] = {
@@ -42,7 +47,7 @@ ROW_FORMATS: dict[str, RowFormat] = {
         RowFormat("float16", 16),  # only as the dtype of the computation
         RowFormat("fp8", 8, scales="head", capability=FP8_CAPABILITY),
         RowFormat("int8", 8, scales="slot", cpu_only=True),
-        RowFormat("int4", 4, scales="slot", cpu_only=True),
+        RowFormat("int4", 4.5, group=32, cpu_only=True),  # 4 bits, and an fp16 scale per group,
     )
 }
 
@@ -51,9 +56,10 @@ def kv_dtype_help() -> str:
     """What the option says of the formats."""
     own = [ROW_FORMATS[name] for name in KV_DTYPES if name != "auto"]
     scaled = ", ".join(f"{form.name} {form.bits} bits and a scale per {form.scales}" for form in own if form.scales)
+    grouped = ", ".join(f"{form.name} {form.bits} bits with scales, rotated" for form in own if form.group > 1)
     cpu_only = ", ".join(form.name for form in own if form.cpu_only)
     return (
-        f"Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; {scaled}. "
+        f"Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; {scaled}; {grouped}. "
         f"Only for a CPU: {cpu_only}."
     )
 

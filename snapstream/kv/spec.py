@@ -200,7 +200,7 @@ class KVSpec:
     def slot_bytes(self) -> int:
         """Bytes of one token in one layer of a row, including per-slot scales."""
         scales = self._scales_bytes() if self.format.scales == "slot" else 0
-        return self.token_size * self.format.bits // 8 + scales
+        return self.format.num_bytes(self.token_size) + scales
 
     def token_bytes(self) -> int:
         """Bytes of one token in all layers of a row."""

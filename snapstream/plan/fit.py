@@ -289,6 +289,11 @@ def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None
             f"kv_dtype is {wanted!r}, device {device!r} and dtype {options.dtype!r}; such rows are for a CPU that "
             "computes in float32: use 'fp8' or 'auto'"
         )
+    if wanted != "auto" and model.head_dim % ROW_FORMATS[wanted].group:
+        raise ValueError(
+            f"kv_dtype is {wanted!r}, and the heads of this model have {model.head_dim} numbers; such rows need a "
+            f"multiple of {ROW_FORMATS[wanted].group}: use 'int8'"
+        )
 
 
 def auto_rows(memory: EngineMemory, free_bytes: int) -> int:

@@ -183,10 +183,10 @@ def test_rows_with_states(name: str, tmp_path: Path) -> None:
         assert sum(sizes.layer_bytes(120, BUDGET)) == sum(states) + spec.num_slot_layers * 32 * spec.slot_bytes()
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
 def test_quantized_rows_with_states(kv_dtype: str, tmp_path: Path) -> None:
     """The states are not quantized; a layer of slots has scales and a recurrent one has none."""
-    folder = save(make_model("lfm2"), tmp_path)
+    folder = save(make_model("lfm2", hidden_size=128), tmp_path)
     with joined(folder, kv_dtype=kv_dtype, **SETTINGS) as pair:
         check(pair, requests_of({"greedy": GREEDY}))
 

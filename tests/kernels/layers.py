@@ -19,5 +19,6 @@ def one_layer(k: Tensor, v: Tensor, scales: Sequence[Tensor] = ()) -> LayerRows:
 def step_of(kv_dtype: str, numbers: Tensor) -> Tensor:
     """From a code of such rows to the next, by slot of ``numbers [..., E]``; 0 where rows have no codes."""
     form = ROW_FORMATS.get(kv_dtype)
-    levels = 2 ** (form.bits - 1) - 1 if form is not None and form.scales == "slot" else torch.inf
+    has_codes = form is not None and (form.scales == "slot" or form.group > 1)
+    levels = 2 ** (int(form.bits) - 1) - 1 if form is not None and has_codes else torch.inf
     return numbers.abs().amax(-1, keepdim=True) / levels

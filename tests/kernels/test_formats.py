@@ -14,7 +14,7 @@ from torch import Tensor
 from snapstream.config import KV_DTYPES, ROW_FORMATS, EngineOptions, KVBudget, KVDType, PrefixStoreConfig
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
-from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, INT4, Encoding
+from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, INT4, Encoding, hadamard
 from snapstream.kernels.groups import dequantize, largest_value, pack, quantize, round_inputs, unpack
 from snapstream.kernels.interface import KernelVersion, bind
 from snapstream.kernels.rows import LayerRows
@@ -276,12 +276,13 @@ def test_a_share_of_a_stack_is_read_where_it_lies() -> None:
 
 # Rows for a CPU: what the codes of slots stand for, and attention on a CPU over all of them against the reference.
 
+NAN_BYTE = 255  # in a scale of fp16
 KINDS = tuple(name for name in KV_DTYPES if name != "auto" and ROW_FORMATS[name].cpu_only)
 OF_SLOTS = [encoding for encoding in ENCODINGS.values() if encoding.format.scales == "slot"]
 
 
 def cache_of(kv_dtype: KVDType, capacity: int) -> KVCache:
-    spec = KVSpec(layers=(Full(num_kv_heads=2, key_dim=12, value_dim=12),) * 2, num_heads=6, kv_dtype=kv_dtype)
+    spec = KVSpec(layers=(Full(num_kv_heads=2, key_dim=32, value_dim=32),) * 2, num_heads=6, kv_dtype=kv_dtype)
     return KVCache(spec, 3, capacity, "cpu")
 
 
@@ -315,7 +316,7 @@ def test_attention_over_what_was_written(kv_dtype: KVDType, lengths: list[int], 
     """
     torch.manual_seed(seed)
     cache, wide, layer = cache_of(kv_dtype, 9), cache_of("auto", 9), 1
-    keys, values = torch.randn(2, 2, 9, 12)
+    keys, values = torch.randn(2, 2, 9, 32)
     index = torch.arange(9).expand(2, -1)
     handle = cache.layer(layer)
     for row, length in enumerate(lengths):
@@ -324,20 +325,23 @@ def test_attention_over_what_was_written(kv_dtype: KVDType, lengths: list[int], 
         else:
             cache.kernels.gather_rows(handle, [row], keys, values, index[:, :length])
     rows, ends = torch.arange(len(lengths)), torch.tensor(lengths)
-    new = torch.randn(2, len(lengths), 2, 12)
+    new = torch.randn(2, len(lengths), 2, 32)
     reference.write_slots(new[0], new[1], handle, rows, ends - 1)
     near = 2.0**-8 if kv_dtype == "bfloat16" else 0.0
     for own, prompt, token in zip(widened(cache, layer), (keys, values), new, strict=True):
         for row, length in enumerate(lengths):
             want = torch.cat((prompt[:, : length - 1], token[row][:, None]), 1)
+            if kv_dtype == "int4":
+                assert torch.equal(own[row, :, :length], INT4.decode(INT4.encode(want, None), None))
+                continue
             assert ((own[row, :, :length] - want).abs() <= near * want.abs() + 0.501 * step_of(kv_dtype, want)).all()
     for stored, own in zip((wide.k, wide.v), widened(cache, layer), strict=True):
         stored[layer] = own
     for tensor in (cache.k, cache.v) if cache.k_scale is None else (cache.k_scale, cache.v_scale):
         assert tensor is not None
         for row, length in enumerate(lengths):
-            tensor[layer, row, :, length:] = float("nan")
-    q = torch.randn(len(lengths), 6, 12)
+            tensor[layer, row, :, length:] = NAN_BYTE if tensor.dtype == torch.uint8 else float("nan")
+    q = torch.randn(len(lengths), 6, 32)
     want = reference.decode_attention(q, wide.layer(layer), rows, ends)
     torch.testing.assert_close(reference.decode_attention(q, handle, rows, ends), want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(attention.decode_attention(q, handle, rows, ends), want, rtol=1e-5, atol=1e-5)
@@ -346,7 +350,7 @@ def test_attention_over_what_was_written(kv_dtype: KVDType, lengths: list[int], 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", *KINDS])
 def test_tokens_are_gathered_whole_as_the_reference_does(kv_dtype: KVDType) -> None:
     torch.manual_seed(0)
-    keys, values = torch.randn(2, 2, 30, 12)[:, :, 2:25]  # a range of staging
+    keys, values = torch.randn(2, 2, 30, 32)[:, :, 2:25]  # a range of staging
     index = torch.stack([torch.randperm(23)[:7] for _ in range(2)])
     native, plain = cache_of(kv_dtype, 9), cache_of(kv_dtype, 9)
     for cache, gather in ((native, native.kernels.gather_rows), (plain, reference.gather_rows)):
@@ -360,8 +364,8 @@ def test_tokens_are_gathered_whole_as_the_reference_does(kv_dtype: KVDType) -> N
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_an_engine_counts_them(kv_dtype: KVDType, tmp_path: Path) -> None:
-    token_bytes = 2 * {"bfloat16": 2 * 16, "int8": 16 + 4, "int4": 8 + 4}[kv_dtype]
-    folder = save(make_model("qwen3", head_dim=16), tmp_path)
+    token_bytes = 2 * {"bfloat16": 2 * 32, "int8": 32 + 4, "int4": 18}[kv_dtype]
+    folder = save(make_model("qwen3", head_dim=32), tmp_path)
     model = read_model_config(folder)
     with LLM(folder, budget=40, max_model_len=90, kv_dtype=kv_dtype, executor="eager", progress=False) as llm:
         (output,) = llm.generate([[5 + i for i in range(60)]], SamplingParams(max_tokens=5, temperature=0.0))
@@ -371,21 +375,85 @@ def test_an_engine_counts_them(kv_dtype: KVDType, tmp_path: Path) -> None:
     assert cache.num_bytes == 9 * output.compression.row_bytes  # eight rows and the padding row
 
 
-def test_two_codes_lie_in_a_byte() -> None:
-    x = torch.tensor([[7.0, -7.0, 0.0, 1.0, -1.0, 3.6, -14.0 / 4, 2.5]])
-    stored = INT4.encode(x, torch.ones(1))
-    assert stored.tolist() == [[0x97, 0x10, 0x4F, 0x2C]]  # ties to even
-    assert INT4.decode(stored, torch.full((1,), 2.0)).tolist() == [[14.0, -14.0, 0.0, 2.0, -2.0, 8.0, -8.0, 4.0]]
-    with pytest.raises(ValueError, match="int4 rows pack numbers into bytes; a head of 15 numbers fills no byte"):
-        KVCache(
-            KVSpec(layers=(Full(num_kv_heads=1, key_dim=15, value_dim=16),), num_heads=1, kv_dtype="int4"), 1, 8, "cpu"
-        )
+def rotated_by_matrix(x: Tensor) -> Tensor:
+    """By the matrix of Sylvester's construction, in fp64."""
+    size = x.shape[-1] & -x.shape[-1]
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (x.double().unflatten(-1, (-1, size)) @ (matrix / size**0.5)).flatten(-2)
+
+
+@pytest.mark.parametrize("size", [32, 64, 96, 128, 160, 256])
+def test_a_rotation_is_its_own_inverse_and_keeps_products(size: int) -> None:
+    torch.manual_seed(size)
+    q, k = torch.randn(2, 7, size)
+    torch.testing.assert_close(hadamard(k), rotated_by_matrix(k).float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hadamard(hadamard(k)), k, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((hadamard(q) * hadamard(k)).sum(-1), (q * k).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_groups_equal_a_program_of_loops() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(20, 96) * 10.0 ** torch.randint(-3, 4, (20, 1))
+    x[4], x[5, :32], x[6, 3] = 0.0, torch.tensor([2.0, -2.0] * 16), -500.0
+    packed = INT4.pack(x)
+    assert packed.shape == (20, INT4.width(96)) == (20, 54) and packed.dtype == torch.uint8
+    back = INT4.unpack(packed)
+    for row, (numbers, found) in enumerate(zip(x.tolist(), back.tolist(), strict=True)):
+        for first in range(0, 96, 32):
+            own = numbers[first : first + 32]
+            most = max(own, key=lambda number: (abs(number), number))
+            codes = [max(-8, min(7, round(number / (most / -8)))) if most else 0 for number in own]
+            above = sum(number * number * code * number for number, code in zip(own, codes, strict=True))
+            below = sum((number * code) ** 2 for number, code in zip(own, codes, strict=True))
+            scale = above / below if below else 0.0
+            want = [code * scale for code in codes]
+            assert found[first : first + 32] == pytest.approx(want, rel=2**-10, abs=1e-6), (row, first)
+    x = torch.zeros(1, 32)
+    x[0, 0], x[0, 1], x[0, 2] = -8.0, 7.0, 2.5  # 2.5 is a tie: to even
+    scale = (8**4 + 7**4 + 2.5**3 * 2) / (8**4 + 7**4 + 2.5**2 * 4)
+    assert INT4.unpack(INT4.pack(x))[0, :3].tolist() == pytest.approx([-8 * scale, 7 * scale, 2 * scale], rel=2**-10)
+    assert INT4.pack(x)[0, 2:5].tolist() == [0x78, 0x02, 0x00]
+
+
+def test_numbers_that_no_group_holds() -> None:
+    for wrong in (torch.nan, torch.inf):
+        x = torch.ones(2, 64)
+        x[0, 40] = wrong
+        back = INT4.unpack(INT4.pack(x))
+        assert back[0, 32:].isnan().all() and torch.equal(back[0, :32], x[0, :32]) and torch.equal(back[1], x[1])
+    assert INT4.unpack(INT4.pack(torch.full((32,), 1e9))).tolist() == [-8.0 * -65504.0] * 32  # saturates
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_outlier_channels_need_the_rotation(head_dim: int) -> None:
+    """Two channels of K times 20: the scores of the other channels are lost unless K is rotated."""
+    torch.manual_seed(head_dim)
+    q, k = torch.randn(64, head_dim), torch.randn(512, head_dim)
+    k[:, [5, 40]] *= 20  # each takes the codes of its group
+    q[:, [5, 40]] = 0.0  # scores depend on the others
+
+    def error(keys: Tensor) -> float:
+        """Of scores, relative to their size."""
+        return float((q @ (keys - k).t()).norm() / (q @ k.t()).norm())
+
+    assert error(INT4.decode(INT4.encode(k, None), None)) < 0.3
+    assert error(INT4.unpack(INT4.pack(k))) > 0.4
+
+
+def test_a_head_of_part_groups_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="int4 rows have groups of 32 numbers; a head of 80 is no multiple"):
+        INT4.width(80)
+    model = read_model_config(save(make_model("qwen3", head_dim=48), tmp_path))
+    with pytest.raises(ValueError, match="'int4', and the heads of this model have 48 numbers; .* multiple of 32"):
+        engine_config(model, EngineOptions(kv_dtype="int4"), KVBudget.full(64), 64, device="cpu")
 
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_selection_and_prefix_store_read_what_is_staged(kv_dtype: KVDType, tmp_path: Path) -> None:
     """Exact keys: the tokens that a row keeps are those of fp32 rows, and a hit answers as the cold prompt did."""
-    folder, prompt = save(make_model("qwen3", head_dim=16), tmp_path), [5 + 7 * i % 60 for i in range(80)]
+    folder, prompt = save(make_model("qwen3", head_dim=32), tmp_path), [5 + 7 * i % 60 for i in range(80)]
     params = SamplingParams(max_tokens=8, temperature=0.0, return_kept=True)
     store = PrefixStoreConfig(num_bytes=2**20, block_len=16, min_tokens=16)
     outputs = []

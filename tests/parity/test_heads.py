@@ -21,7 +21,7 @@ from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig, Se
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.cpu.looped.build import find_compiler
-from snapstream.kernels.formats import ENCODINGS, FP8, Encoding
+from snapstream.kernels.formats import ENCODINGS, FP8, INT4, Encoding
 from snapstream.kernels.interface import HeadNorm, KernelVersion, bind
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
@@ -273,6 +273,7 @@ def of_bfloat16(prompt: Tensor) -> Rounding:
 ROUNDING: dict[str, RoundingOf] = {"fp8": of_fp8, "bfloat16": of_bfloat16} | {
     name: of_slots(encoding) for name, encoding in ENCODINGS.items() if encoding.format.scales == "slot"
 }
+ROUNDING["int4"] = lambda prompt: lambda tokens: INT4.decode(INT4.encode(tokens, None), None)
 
 
 @pytest.mark.parametrize(("name", "executor"), [("qwen3", "eager"), ("llama-mha", "looped")])
@@ -283,7 +284,8 @@ def test_answers_are_those_of_the_twin(
     if executor == "looped" and find_compiler() is None:
         pytest.skip("looped steps need a C++ compiler")
     changes: dict[str, Any] = {"executor": executor, "kv_dtype": kv_dtype}
-    folder = save(make_model(name), tmp_path / name)
+    sizes = {"head_dim": 32} if kv_dtype == "int4" else {}
+    folder = save(make_model(name, **sizes), tmp_path / name)
     with LLM(folder, heads=heads_of(folder), **SETTINGS | changes) as llm:
         got = [output.token_ids for output in llm.generate(prompts, GREEDY)]
         assert got == twin_answers(llm, prompts, rounding_of=ROUNDING[kv_dtype])

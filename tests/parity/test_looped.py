@@ -121,14 +121,14 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
     ids=str,
 )
 def test_tokens_equal_eager_in_other_engines(changes: dict[str, Any], prompts: list[list[int]], tmp_path: Path) -> None:
-    folder = save(make_model("qwen3", hidden_size=64, intermediate_size=96, head_dim=16), tmp_path)
+    folder = save(make_model("qwen3", hidden_size=64, intermediate_size=96, head_dim=32), tmp_path)
     assert answers(folder, prompts, "looped", **changes) == answers(folder, prompts, "eager", **changes)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8", "int8", "int4"])
 def test_rows_with_windows_equal_eager(kv_dtype: str, prompts: list[list[int]], tmp_path: Path) -> None:
     """Rings of 33 slots in two layers, a row of 32 slots in the first; requests with fewer slots of their own."""
-    folder = save(make_model("qwen2-windows"), tmp_path)
+    folder = save(make_model("qwen2-windows", hidden_size=128 if kv_dtype == "int4" else 48), tmp_path)
     found = []
     for executor in ("looped", "eager"):
         with LLM(folder, executor=executor, **SETTINGS | {"kv_dtype": kv_dtype}) as llm:
@@ -299,7 +299,7 @@ def random_runner(
             scale.copy_(encoding.scale_of(numbers))
             stored.copy_(encoding.encode(numbers, scale))
         else:
-            stored.copy_(numbers.to(stored.dtype))
+            stored.copy_(encoding.encode(numbers, None))
             if scale is not None:
                 scale.copy_(2.0 ** torch.randint(-3, 2, scale.shape))
     counts = torch.tensor([0, 1, capacity - 1, capacity, 3 * capacity + 1])[torch.arange(num_rows) % 5]
@@ -323,7 +323,7 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
     data: st.DataObject, width: str, kv_dtype: str, instructions: Any, capacity: int, threads: int, batch: list[int],
     size: int, seed: int,
 ) -> None:  # fmt: skip
-    model = data.draw(models(multiple=32 if width in ("int8", "int4") else 1))
+    model = data.draw(models(multiple=32 if "int4" in (width, kv_dtype) or width == "int8" else 1))
     runner = runner_of(model, width, kv_dtype, instructions, capacity, seed)
     looped, eager = LoopedDecode(runner.step_parts, threads), EagerDecode(runner.step_parts)
     stored = [tensor for tensor in vars(runner.cache).values() if isinstance(tensor, Tensor)]
@@ -350,8 +350,10 @@ def test_logits_equal_eager_and_do_not_depend_on_neighbours(
 
 
 def numbers_of(runner: ModelRunner) -> tuple[Tensor, Tensor]:
-    """What rows hold, copied; of FP8 without its scales, which do not change."""
+    """What rows hold, copied; of FP8 without its scales, which do not change; of int4 rotated."""
     cache = runner.cache
+    if cache.encoding.format.group > 1:
+        return cache.encoding.rotated(cache.k, None), cache.encoding.rotated(cache.v, None)
     if cache.encoding.format.scales != "slot":
         return cache.k.float().clone(), cache.v.float().clone()
     return cache.encoding.decode(cache.k, cache.k_scale), cache.encoding.decode(cache.v, cache.v_scale)

@@ -86,10 +86,13 @@ def _attend_stored(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Scales | None, sinks: Tensor | None
 ) -> Tensor:
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
+    encoding = encoding_of(k)
+    if encoding.format.group > 1:  # a few rotations of q and of the result instead of one per slot
+        keys, values = (encoding.rotated(x, None) for x in (k, v))
+        return encoding.rotate(_attend(encoding.rotate(q), keys, values, visible, sinks)).to(q.dtype)
     if scales is None:
         dtype = q.dtype if sinks is None else torch.float32
         return _attend(q.to(dtype), k.to(dtype), v.to(dtype), visible, sinks).to(q.dtype)
-    encoding = encoding_of(k)
     if encoding.format.scales == "slot":
         keys, values = (encoding.decode(x, scale) for x, scale in zip((k, v), scales, strict=True))
         return _attend(q.float(), keys, values, visible, sinks).to(q.dtype)

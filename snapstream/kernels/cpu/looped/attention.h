@@ -100,11 +100,19 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     }
     const float factor = k_scale * stored.form.unit() / std::sqrt(static_cast<float>(size));
     for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
+    const bool is_rotated = stored.form.is_rotated();
+    for (int64_t r = 0; is_rotated && r < group; ++r) rotate_blocks(q + r * size, size);
     const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
     if (begin <= at && at < end) {
         rotated_head(w, keys + kv_head * size, k_norm, angle, rest, keys, k_normed);
         const float* value = own + (w.model.heads + w.model.kv_heads + kv_head) * size;
+        if (is_rotated) rotate_blocks(rest, size);
         stored.put(rest, at, k_scale, stored.keys, stored.key_scales);
+        if (is_rotated) {
+            std::copy(value, value + size, rest);
+            rotate_blocks(rest, size);
+            value = rest;
+        }
         stored.put(value, at, v_scale, stored.values, stored.value_scales);
     }
     const int64_t first = (b * w.model.kv_heads + kv_head) * w.engine.max_parts;
@@ -119,6 +127,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     done.store(0, std::memory_order_relaxed);
     const float* sinks = w.model.sinks ? w.model.sinks + place * w.model.heads + kv_head * group : nullptr;
     merge_parts(found(0), count, group, size, v_scale * stored.form.unit(), sinks, rest);
+    for (int64_t r = 0; is_rotated && r < group; ++r) rotate_blocks(rest + r * size, size);
     if (gates) gate_attended(w, b, kv_head, rest);
     pack_heads(w, w.model.o, b, kv_head, w.model.kv_heads, rest);
 }

@@ -74,6 +74,46 @@ inline uint16_t narrow_bf16(float x) {
     return (number + 0x7fffu + (number >> 16 & 1u)) >> 16;
 }
 
+inline float widen_half(const char* from) {
+    uint16_t half;
+    std::memcpy(&half, from, 2);
+#if ISA
+    return _cvtsh_ss(half);
+#else
+    const uint32_t moved = (half & 0x7fffu) << 13;
+    float x;
+    std::memcpy(&x, &moved, 4);
+    if ((half & 0x7c00u) == 0x7c00u) return half & 0x3ffu ? NAN : (half & 0x8000u ? -INFINITY : INFINITY);
+    x *= 0x1p112f;
+    return half & 0x8000u ? -x : x;
+#endif
+}
+// fp16, rounded to nearest even; finite numbers of at most 65504.
+inline uint16_t narrow_half(float x) {
+    uint32_t number;
+    std::memcpy(&number, &x, 4);
+    const uint32_t sign = (number >> 16) & 0x8000u;
+    number &= 0x7fffffffu;
+    if (number > 0x7f800000u) return 0x7e00;  // NaN
+    if (number < (113u << 23)) return sign | static_cast<uint32_t>(std::lrintf(std::fabs(x) * 0x1p24f));  // below 2^-14
+    number += 0xfffu + ((number >> 13) & 1u);
+    return sign | ((number >> 13) - (112u << 10));
+}
+
+// x [size] by the Walsh-Hadamard matrix, block by block; `hadamard` of ../../formats.py adds in this order too.
+inline void rotate_blocks(float* x, int64_t size) {
+    const int64_t block = size & -size;
+    for (int64_t half = 1; half < block; half *= 2)
+        for (int64_t first = 0; first < size; first += 2 * half)
+            for (int64_t i = first; i < first + half; ++i) {
+                const float low = x[i], high = x[i + half];
+                x[i] = low + high;
+                x[i + half] = low - high;
+            }
+    const float factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(block)));
+    for (int64_t i = 0; i < size; ++i) x[i] *= factor;
+}
+
 // Integers, of which a slot's largest magnitude is the largest code.
 template <int... lane>
 INLINE vec load_int4(const char* from, std::integer_sequence<int, lane...>) {
@@ -114,23 +154,29 @@ inline float narrow_to_codes(const float* from, int64_t count, float levels, Put
 }
 
 // A row format: how numbers are stored, and a scale per row and kv head or per slot and kv head, if it has scales.
-//   at(from)                   W numbers, each a part of `unit` of what it stands for, without their scale
+//   at(token, e)               W numbers of a head from number e on, each a part of `unit` of what it stands for,
+//                              without the scale of its slot or head
 //   put(token, n, scale, to)   stores the n numbers of a slot; returns the slot's scale, if slots have one
 template <int64_t BITS>
 struct RowOf {
     static constexpr bool has_slot_scales = false;
+    static constexpr bool is_rotated = false;  // by rotate_blocks, before put and after at
     static constexpr float unit = 1.0f;
     static constexpr int64_t bytes(int64_t numbers) { return numbers * BITS / 8; }
 };
 struct RowF32 : RowOf<32> {
-    static INLINE vec at(const char* from) { return load(reinterpret_cast<const float*>(from)); }
+    static INLINE vec at(const char* token, int64_t e) {
+        return load(reinterpret_cast<const float*>(token) + e);
+    }
     static float put(const float* token, int64_t n, float, char* to) {
         std::memcpy(to, token, n * 4);
         return 1.0f;
     }
 };
 struct RowBF16 : RowOf<16> {
-    static INLINE vec at(const char* from) { return load_bf16(reinterpret_cast<const uint16_t*>(from)); }
+    static INLINE vec at(const char* token, int64_t e) {
+        return load_bf16(reinterpret_cast<const uint16_t*>(token) + e);
+    }
     static float put(const float* token, int64_t n, float, char* to) {
         for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint16_t*>(to)[i] = narrow_bf16(token[i]);
         return 1.0f;
@@ -138,7 +184,9 @@ struct RowBF16 : RowOf<16> {
 };
 struct RowFP8 : RowOf<8> {
     static constexpr float unit = FP8_UNIT;
-    static INLINE vec at(const char* from) { return load_fp8(reinterpret_cast<const uint8_t*>(from)); }
+    static INLINE vec at(const char* token, int64_t e) {
+        return load_fp8(reinterpret_cast<const uint8_t*>(token) + e);
+    }
     static float put(const float* token, int64_t n, float scale, char* to) {
         for (int64_t i = 0; i < n; ++i) reinterpret_cast<uint8_t*>(to)[i] = narrow_fp8(token[i], scale);
         return 1.0f;
@@ -146,18 +194,51 @@ struct RowFP8 : RowOf<8> {
 };
 struct RowI8 : RowOf<8> {
     static constexpr bool has_slot_scales = true;
-    static INLINE vec at(const char* from) { return load_int8(reinterpret_cast<const int8_t*>(from)); }
+    static INLINE vec at(const char* token, int64_t e) {
+        return load_int8(reinterpret_cast<const int8_t*>(token) + e);
+    }
     static float put(const float* token, int64_t n, float, char* to) {
         return narrow_to_codes(token, n, 127.0f, [&](int64_t i, int code) { to[i] = static_cast<char>(code); });
     }
 };
-struct RowI4 : RowOf<4> {  // two's complement, the first of two numbers in the low half of a byte
-    static constexpr bool has_slot_scales = true;
-    static INLINE vec at(const char* from) { return load_int4(from, std::make_integer_sequence<int, W>{}); }
+// Groups of 32 numbers: an fp16 scale, then the codes in two's complement, the first of two in the low half of a byte.
+struct RowI4 : RowOf<4> {
+    static constexpr bool is_rotated = true;
+    static constexpr int64_t GROUP = 32, GROUP_BYTES = 2 + GROUP / 2;
+    static constexpr int64_t bytes(int64_t numbers) { return numbers / GROUP * GROUP_BYTES; }
+    static INLINE vec at(const char* token, int64_t e) {
+        const char* group = token + e / GROUP * GROUP_BYTES;
+        return load_int4(group + 2 + e % GROUP / 2, std::make_integer_sequence<int, W>{}) * all(widen_half(group));
+    }
     static float put(const float* token, int64_t n, float, char* to) {
-        return narrow_to_codes(token, n, 7.0f, [&](int64_t i, int code) {
-            to[i / 2] = static_cast<char>(i % 2 ? to[i / 2] | code << 4 : code & 15);
-        });
+        for (int64_t first = 0; first < n; first += GROUP, to += GROUP_BYTES) put_group(token + first, to);
+        return 1.0f;
+    }
+    static void put_group(const float* x, char* to) {
+        float most = x[0], least = x[0];
+        bool is_number = true;
+        for (int i = 0; i < GROUP; ++i) {
+            most = std::max(most, x[i]);
+            least = std::min(least, x[i]);
+            is_number = is_number && std::isfinite(x[i]);
+        }
+        const float first = (most >= -least ? most : least) / -8.0f;
+        double weighted = 0.0, error = 0.0;
+        for (int i = 0; i < GROUP; ++i) {
+            int code = 0;
+            if (is_number && first != 0.0f) {
+                const float own = x[i] / first;
+                code = static_cast<int>(std::lrintf(own < -8.0f ? -8.0f : (own > 7.0f ? 7.0f : own)));
+            }
+            const double number = x[i], both = number * code;
+            weighted += both * number * number;
+            error += both * both;
+            to[2 + i / 2] = static_cast<char>(i % 2 ? to[2 + i / 2] | code << 4 : code & 15);
+        }
+        float scale = error == 0.0 ? 0.0f : static_cast<float>(weighted / error);
+        scale = scale < -65504.0f ? -65504.0f : (scale > 65504.0f ? 65504.0f : scale);
+        const uint16_t stored = narrow_half(is_number ? scale : std::numeric_limits<float>::quiet_NaN());
+        std::memcpy(to, &stored, 2);
     }
 };
 
@@ -173,12 +254,15 @@ INLINE auto with_row_format(int64_t format, Use use) {
     }
 }
 
-// The first `count` of W numbers, zeros after them.
+// The first `count` of W numbers from number e on, zeros after them. A head of groups ends with a whole vector.
 template <class Form>
-INLINE vec some_at(const char* from, int64_t count) {
-    char own[Form::bytes(W)] = {};
-    std::memcpy(own, from, Form::bytes(count));
-    return Form::at(own);
+INLINE vec some_at(const char* token, int64_t e, int64_t count) {
+    if constexpr (Form::is_rotated) return vec{};
+    else {
+        char own[Form::bytes(W)] = {};
+        std::memcpy(own, token + Form::bytes(e), Form::bytes(count));
+        return Form::at(own, 0);
+    }
 }
 
 struct RowForm {
@@ -187,6 +271,7 @@ struct RowForm {
         return with_row_format(format, [&](auto form) { return form.bytes(numbers); });
     }
     bool has_slot_scales() const { return with_row_format(format, [](auto form) { return form.has_slot_scales; }); }
+    bool is_rotated() const { return with_row_format(format, [](auto form) { return form.is_rotated; }); }
     float unit() const { return with_row_format(format, [](auto form) { return form.unit; }); }
     float put(const float* token, int64_t n, float scale, char* to) const {
         return with_row_format(format, [&](auto form) { return form.put(token, n, scale, to); });
@@ -196,8 +281,8 @@ struct RowForm {
         return with_row_format(format, [&]<class Form>(Form) -> const float* {
             if constexpr (std::is_same_v<Form, RowF32>) return reinterpret_cast<const float*>(from);
             int64_t i = 0;
-            for (; i + W <= count; i += W) store(buffer + i, Form::at(from + Form::bytes(i)) * Form::unit);
-            const vec rest = some_at<Form>(from + Form::bytes(i), count - i) * Form::unit;
+            for (; i + W <= count; i += W) store(buffer + i, Form::at(from, i) * Form::unit);
+            const vec rest = some_at<Form>(from, i, count - i) * Form::unit;
             std::memcpy(buffer + i, &rest, (count - i) * 4);
             return buffer;
         });
@@ -276,7 +361,7 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
             vec acc[R][SLOTS_AT_ONCE] = {};
             for (int64_t e = 0; e < whole; e += W) {
                 vec own[SLOTS_AT_ONCE];
-                UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) own[k] = Form::at(key[k] + Form::bytes(e));
+                UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) own[k] = Form::at(key[k], e);
                 UNROLL for (int r = 0; r < R; ++r) {
                     const vec x = load(q + r * head_dim + e);
                     UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) acc[r][k] += x * own[k];
@@ -284,7 +369,7 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
             }
             if (rest) {
                 UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) {
-                    const vec own = some_at<Form>(key[k] + Form::bytes(whole), rest);
+                    const vec own = some_at<Form>(key[k], whole, rest);
                     UNROLL for (int r = 0; r < R; ++r) acc[r][k] += load_some(q + r * head_dim + whole, rest) * own;
                 }
             }
@@ -317,18 +402,21 @@ inline void soften(float* scores, int64_t n, const float* scales, float peak, fl
     for (int64_t j = 0; scales && j < n; ++j) scores[j] *= scales[j];
 }
 
-// COLUMNS vectors of mixed [R, E], `count` numbers in the last, += shares [R][SCORE_LINE] times those of values [n, E].
+// COLUMNS vectors of mixed [R, E] from number e on, `count` numbers in the last, += shares [R][SCORE_LINE] times those
+// of values [n, E].
 template <class Form, int R, int COLUMNS>
-INLINE void mix_columns(const float* shares, const char* values, int64_t token, int64_t n, int64_t head_dim,
-                        float* mixed, int64_t count) {
-    const auto read = [&](const char* from) { return count < W ? some_at<Form>(from, count) : Form::at(from); };
+INLINE void mix_columns(const float* shares, const char* values, int64_t e, int64_t n, int64_t head_dim, float* mixed,
+                        int64_t count) {
+    const int64_t token = Form::bytes(head_dim);
+    const auto read = [&](int64_t at) { return count < W ? some_at<Form>(values, at, count) : Form::at(values, at); };
+    mixed += e;
     vec acc[R][COLUMNS];
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int v = 0; v < COLUMNS; ++v) acc[r][v] = load_some(mixed + r * head_dim + v * W, count);
     for (int64_t j = 0; j < n; ++j, values += token) {
-        UNROLL for (int i = 0; i < Form::bytes(COLUMNS * W); i += 64) __builtin_prefetch(values + ROW_AHEAD + i);
+        UNROLL for (int i = 0; i < Form::bytes(COLUMNS * W); i += 64) __builtin_prefetch(values + Form::bytes(e) + ROW_AHEAD + i);
         vec own[COLUMNS];
-        UNROLL for (int v = 0; v < COLUMNS; ++v) own[v] = read(values + Form::bytes(v * W));
+        UNROLL for (int v = 0; v < COLUMNS; ++v) own[v] = read(e + v * W);
         UNROLL for (int r = 0; r < R; ++r) {
             const vec share = all(shares[r * SCORE_LINE + j]);
             UNROLL for (int v = 0; v < COLUMNS; ++v) acc[r][v] += share * own[v];
@@ -345,13 +433,11 @@ INLINE void mix_columns(const float* shares, const char* values, int64_t token, 
 // mixed [R, E] += shares [R][SCORE_LINE] times values [n, E], from the first slot to the last.
 template <class Form, int R>
 void mix(const float* shares, const char* values, int64_t n, int64_t head_dim, float* mixed) {
-    const int64_t token = Form::bytes(head_dim);
     int64_t e = 0;
     for (; e + COLUMNS_AT_ONCE * W <= head_dim; e += COLUMNS_AT_ONCE * W)
-        mix_columns<Form, R, COLUMNS_AT_ONCE>(shares, values + Form::bytes(e), token, n, head_dim, mixed + e, W);
+        mix_columns<Form, R, COLUMNS_AT_ONCE>(shares, values, e, n, head_dim, mixed, W);
     for (; e < head_dim; e += W)
-        mix_columns<Form, R, 1>(shares, values + Form::bytes(e), token, n, head_dim, mixed + e,
-                                std::min<int64_t>(W, head_dim - e));
+        mix_columns<Form, R, 1>(shares, values, e, n, head_dim, mixed, std::min<int64_t>(W, head_dim - e));
 }
 
 // Calls use<R>(first) for the heads [first, first + R) of a group, R of about the same size.
