@@ -546,13 +546,16 @@ def test_a_reset_forgets_what_runs_too(folder: Path) -> None:
         assert stats is not None and stats.used_blocks == 4
 
 
-def test_answers_are_written_too(model: Path, tmp_path: Path) -> None:
-    with disk(model, tmp_path / "store", budget="full") as llm:
+@pytest.mark.parametrize("settings", [{"budget": "full"}, {"prefix_store": replace(STORE, idle_len=64)}])
+def test_answers_are_written_too(model: Path, tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Those that rows hold, and those that were prefilled in idle time."""
+    with disk(model, tmp_path / "store", **settings) as llm:
         said = answer(llm, DOCUMENT, SAY).token_ids
+        assert not llm.engine.has_work  # it waits until the engine is idle
     assert len(blocks(tmp_path / "store")) == 12, "80 tokens of the prompt, 20 of the answer"
-    with disk(model, tmp_path / "store", budget="full") as llm:
+    with disk(model, tmp_path / "store", **settings) as llm:
         warm = answer(llm, DOCUMENT + said + ids(9), SAY)
-    with engine(model, prefix_store=None, budget="full") as llm:
+    with engine(model, **settings | {"prefix_store": None}) as llm:
         assert answer(llm, DOCUMENT + said + ids(9), SAY).token_ids == warm.token_ids
     assert warm.cached_tokens == 96
 
