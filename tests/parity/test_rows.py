@@ -6,6 +6,7 @@ Outputs are longer than the ring, so it wraps; prompts run in chunks and in one 
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,26 @@ def test_greedy_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
         for output, tokens in zip(outputs, wanted, strict=True):
             assert output.token_ids == tokens, f"{name}, {budget}, {len(output.prompt_token_ids)} prompt tokens"
             assert output.compression is not None and output.compression.evicted_tokens == 0
+
+
+# Around windows of 21 and 33 tokens, chunks of 32, and the 32 tokens from which Ministral 3 scales queries here.
+BORDERS = (1, 20, 21, 22, 31, 32, 33, 34, 63, 64, 65, 96, 97, 2, 41, 42, 43)
+
+
+@pytest.mark.parametrize(
+    "name", ["minimax-m2", "ministral3", "mistral4", "cohere2", "cohere2-panels", "ernie-moe", "hy3", "mellum", "dots1"]
+)
+def test_many_rows_equal_transformers(name: str, tmp_path: Path) -> None:
+    """In one batch of 17 rows, and in two of 16 and 1, in each executor."""
+    model = make_model(name)
+    folder, rng, params = save(model, tmp_path), random.Random(len(name)), replace(PARAMS, max_tokens=8)
+    batch = [[rng.randrange(3, VOCAB) for _ in range(n)] for n in BORDERS]
+    wanted = [greedy(model, prompt, 8) for prompt in batch]
+    for num_rows, executor in ((17, "eager"), (17, None), (16, None)):
+        with LLM(
+            folder, budget="full", executor=executor, max_rows=num_rows, chunk_len=32, max_model_len=128, progress=False
+        ) as llm:
+            assert [output.token_ids for output in llm.generate(batch, params)] == wanted
 
 
 # Engines over narrow weights answer as those over the same numbers widened, and read the checkpoint's own width.

@@ -329,7 +329,17 @@ def test_experts_of_one_tensor_are_not_cut() -> None:
     assert rank_config(model, ParallelConfig(size=2, experts="ep")).moe is not None
 
 
-@pytest.mark.parametrize("name", ["granite-3.3-8b-instruct", "gemma-3-1b-it", "OLMo-2-1124-7B"])
+def test_the_gpu_kernel_refuses_queries_scaled_by_position() -> None:
+    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
+    model = model_config_from_dict(PUBLISHED["Ministral-3-8B-Instruct-2512"][0])
+    why_not = executor_of("looped", "cuda").why_not
+    assert "scales queries by position" in str(why_not(model, config))
+    assert why_not(replace(model, length_scale=None), config) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["granite-3.3-8b-instruct", "gemma-3-1b-it", "OLMo-2-1124-7B", "c4ai-command-r7b-12-2024"]
+)
 def test_the_gpu_kernel_refuses_other_recipes(name: str) -> None:
     model = replace(model_config_from_dict(PUBLISHED[name][0]), windows=None, window_rope=None, head_dim=128)
     config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
