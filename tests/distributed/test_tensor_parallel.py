@@ -54,7 +54,7 @@ BLOCKS = {
     "intermediate_size": 256,
     "num_hidden_layers": 2,
 }  # each rank's parts are whole blocks of FP8
-GROUPS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # and whole groups of codes
+GROUPS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # and whole groups of codes
 MORE = {
     "llama-all-biases": ("llama-mha", {"attention_bias": True, "mlp_bias": True}),
     "qwen3-blocks": ("qwen3", BLOCKS),
@@ -225,10 +225,11 @@ INT4 = WeightFormats.of("int4")
         ("bfloat16", "auto", BF16, BF16),
         ("float32", "bfloat16", BF16, BF16),
         ("float32", "int8", BF16, BF16),
+        ("float32", "int4", BF16, BF16),
         ("float32", "auto", INT4.rounding_inputs(), INT4),
         ("float32", "auto", INT4, INT4),
     ],
-    ids=["bf16", "bf16-rows", "int8-rows", "int4-weights-int8-inputs", "int4-weights"],
+    ids=["bf16", "bf16-rows", "int8-rows", "int4-rows", "int4-weights-int8-inputs", "int4-weights"],
 )
 def test_ranks_differ_by_rounding_of_near_ties(
     two: Pool, checkpoint: Checkpoint, dtype: DType, kv_dtype: KVDType, formats: WeightFormats, exact: WeightFormats,
