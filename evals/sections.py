@@ -20,7 +20,7 @@ from evals.widths import widths_table
 from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 
-NARROW_ROWS = {"bfloat16": "bf16", "int8": "int8"}  # of a CPU, with a name for tables
+NARROW_ROWS = {"bfloat16": "bf16", "int8": "int8", "int4": "int4"}  # of a CPU, with a name for tables
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 LATENT = "latent_"  # of the third (DeepSeek-V3), whose rows hold latents
 

@@ -242,7 +242,8 @@ def rows_table(kinds: Mapping[str, str], model: Path = TINY_MODEL) -> str:
     found = {"fp32": [cell for cell in records(model) if key(cell) in wanted and _is_plain(cell)]} | found
     lines = {kind: by_row(own, lambda cell: cell["settings"]["task"]) for kind, own in found.items()}
     rows = []
-    for row in dict.fromkeys(row for kind in kinds.values() for row in lines[kind]):
+    seen = {row for kind in kinds.values() for row in lines[kind]}
+    for row in sorted(seen, key=lambda row: (row[1] != 0, -row[1], row[0])):
         for kind, line in ((kind, own[row]) for kind, own in lines.items() if row in own):
             values = [with_error(line[name][0]).split(" (")[0] if name in line else "" for name in names]
             part = part_of(row[1], narrow[0]["settings"]["prompt_len"])
