@@ -157,6 +157,26 @@ def test_systemd_accepts_the_unit_of_ranks(tmp_path: Path) -> None:
     assert "\nExecStart=\n" in text and "\nRestart=always\nRestartPreventExitStatus=\n" in text
 
 
+def test_compose_brings_the_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test starts it. Prometheus and Grafana are in the server's network, so they see its files' 127.0.0.1."""
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    server, prometheus, grafana = (compose["services"][name] for name in ("snapstream", "prometheus", "grafana"))
+    [command] = server["command"]
+    assert server["volumes"][0].endswith(f":{Path(command).parent}:ro")
+    assert (DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]).resolve() == DEPLOY / "Dockerfile"
+    *_, options = takes_options(monkeypatch, ["serve", "--host", "0.0.0.0", str(TINY_MODEL)])
+    assert server["ports"][0] == f"127.0.0.1:{options.port}:{options.port}"
+    assert {prometheus["network_mode"], grafana["network_mode"]} == {"service:snapstream"}
+    scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
+    assert scraped["static_configs"] == [{"targets": [f"127.0.0.1:{options.port}"]}]
+    listened = prometheus["command"][1].removeprefix("--web.listen-address=")
+    source, provider = (yaml.safe_load(compose["configs"][one["source"]]["content"]) for one in grafana["configs"])
+    assert source["datasources"][0]["url"] == f"http://{listened}"
+    mounted = dict(volume.removesuffix(":ro").split(":")[::-1] for volume in prometheus["volumes"] + grafana["volumes"])
+    assert mounted[provider["providers"][0]["options"]["path"]] == "./grafana"
+    assert (DEPLOY / mounted["/etc/prometheus"] / "prometheus.yml").is_file()
+
+
 def test_the_image_is_made_of_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was never built by a test: there is no engine to build it with."""
     text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
