@@ -42,7 +42,12 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Gemma3", "Olmo3")  # in some layers
+NEED_WINDOWS = ("Cohere2", "Gemma3", "Olmo3")  # in some layers
+NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
+LENGTH_SCALE = {
+    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
+    "mscale": 1.0, "mscale_all_dim": 1.0,
+}  # fmt: skip
 
 
 class Sizes:
@@ -65,18 +70,21 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     size, family = Sizes(random, group), FAMILIES.get(architecture)
     layers, kv_heads, vocab = size.any(1, 3), size.any(1, 4), size.any(3, 300)
     heads = kv_heads * size.any(1, 5)
-    rope = random.choice(ROPES)
+    rope = LENGTH_SCALE if architecture.startswith(NEED_LENGTH_SCALE) else random.choice(ROPES)
     found: dict[str, Any] = {
         "architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower(),
-        "hidden_act": "silu", "rms_norm_eps": 10.0 ** random.randint(-6, -2), "vocab_size": vocab,
+        "hidden_act": "gelu_pytorch_tanh" if architecture == "GemmaForCausalLM" else "silu",
+        "rms_norm_eps": 10.0 ** random.randint(-6, -2), "vocab_size": vocab,
         "hidden_size": size.inputs(200), "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "intermediate_size": size.inputs(300), "rope_theta": 10000.0,
         "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
         "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
-        "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5,
+        "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5 and "HYV3" not in architecture,
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
     part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
+    if architecture == "InternLM3ForCausalLM":
+        found["attention_bias"] = found["mlp_bias"]
     if "kv_lora_rank" in family.defaults:
         heads = found["num_attention_heads"] = found["num_key_value_heads"] = size.any(1, 9)
         found |= {
@@ -86,9 +94,14 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         }  # fmt: skip
         if architecture == "DeepseekV2ForCausalLM":
             found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
+        elif architecture == "Mistral4ForCausalLM":
+            del found["topk_method"]
     else:
         rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
         found["head_dim"] = size.inputs(160, times=heads, multiple=max(4, int(rotated / part)))
+        if architecture == "Cohere2ForCausalLM":  # whatever the file says of heads
+            found["head_dim"] = size.inputs(40, times=heads, multiple=4)
+            found["hidden_size"] = heads * found["head_dim"]
     if family.has_windows and random.random() < 0.5:
         found |= {
             "sliding_window": random.choice([1, 30, 1025, 5000]), "use_sliding_window": True,
