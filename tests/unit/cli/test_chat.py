@@ -281,10 +281,14 @@ def test_at_a_terminal_it_prompts_stops_and_leaves(tmp_path: Path) -> None:
 
 
 def take_terminal() -> None:
-    """Make the terminal at stdin the controlling one of this session, so that its Ctrl-C is a signal."""
+    """Make the terminal at stdin the controlling one of this session, so that its Ctrl-C is a signal, also where the
+    tests run in the background of a shell that ignores it there.
+    """
     import fcntl
+    import signal
     import termios
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
