@@ -35,7 +35,7 @@ from snapstream.llm import LLM
 FILE = RESULTS / "divergence.jsonl"
 PARTS = (1, 2, 4, 8)
 TASKS_OF = {
-    "tiny": ("kv", "multi_uuid", "paraphrase", "variable", "long_list"),
+    "tiny": ("multi_uuid", "kv", "variable", "paraphrase"),
     "tiny_draft": ("multi_uuid", "multi_query", "recite", "variable"),
 }
 
@@ -79,7 +79,7 @@ def make_rules(runner: ModelRunner, prompt_len: int, longest: int) -> list[HeadR
 def diverge(
     runner: ModelRunner, item: Item, rules: Sequence[HeadRule], max_tokens: int, eos: set[int]
 ) -> tuple[Tensor, Tensor, int]:
-    """Nats and equal likeliest tokens by rule, each summed ``[B]`` over the answer's tokens but the first; their count."""
+    """Nats and equal likeliest tokens by rule, each summed ``[B]`` over the answer's tokens but one; their count."""
     rows = HeadRows(runner, item.prompt_ids, rules, roundings=[FORMATS[rule.name.partition("/")[0]] for rule in rules])
     token = int(rows.first_logits.argmax())
     for forced in item.forced_ids:

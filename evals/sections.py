@@ -7,6 +7,7 @@ from pathlib import Path
 
 from evals import plots, sweep, sweep_tables, tables
 from evals.compression_table import compression_table, settings_table
+from evals.divergence import divergence_table
 from evals.latent_table import cells as latent_cells
 from evals.latent_table import rules_table
 from evals.long_answers import rescoring_table
@@ -52,6 +53,8 @@ WITH_SOURCE: dict[str, Callable[[], str]] = {
     "uneven": lambda: uneven_table(TINY_MODEL), f"{DRAFT}uneven": lambda: uneven_table(TINY_DRAFT_MODEL),
     "reconstruction": lambda: reconstruction_table(TINY_MODEL),
     f"{DRAFT}reconstruction": lambda: reconstruction_table(TINY_DRAFT_MODEL),
+    "divergence": lambda: divergence_table(TINY_MODEL),
+    f"{DRAFT}divergence": lambda: divergence_table(TINY_DRAFT_MODEL),
     "prose_retrieval": retrieval_table, "prose_perplexity": perplexity_table,
 }  # fmt: skip
 NAMES = {*TABLES, *WITH_SOURCE, *plots.PLOTS}

@@ -94,12 +94,14 @@ class HeadRows:
         rules: Sequence[HeadRule],
         selector_of: SelectorOf = lambda rule, head: rule.selector,
         rounding_of: RoundingOf = exact,
+        roundings: Sequence[tuple[RoundingOf, RoundingOf]] = (),
     ) -> None:
+        """``roundings``: of keys and of values, by rule; empty: ``rounding_of`` of both in all."""
         self._decoder, self._rules, self._selector_of = runner.decoder, rules, selector_of
-        self._rounding_of = rounding_of
+        self._roundings = roundings or [(rounding_of, rounding_of)] * len(rules)
         self.num_tokens = self.prompt_len = len(token_ids)
         self._stored: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # by rule, layer, head: [C, E] each
-        self._rounding: dict[tuple[int, int], tuple[Rounding, Rounding]] = {}  # by layer, head: of keys, of values
+        self._rounding: dict[tuple[int, int, int], tuple[Rounding, Rounding]] = {}  # as above: of keys, of values
         tokens = PassTokens(
             token_ids=torch.tensor(token_ids),
             positions=torch.arange(self.prompt_len),
@@ -136,7 +138,7 @@ class HeadRows:
             budget = self._rules[rule].budgets[layer][head]
             start = layout.ring_start(budget, self.prompt_len)
             slot = layout.slot_of(self.num_tokens, start, budget.capacity)
-            round_keys, round_values = self._rounding[layer, head]
+            round_keys, round_values = self._rounding[rule, layer, head]
             keys[slot], values[slot] = round_keys(k[rule, head, None])[0], round_values(v[rule, head, None])[0]
             seen = layout.num_visible(self.num_tokens + 1, budget.capacity)
             mine = slice(head * group, (head + 1) * group)
@@ -148,9 +150,8 @@ class HeadRows:
     def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
         assert queries is not None
         group = queries.shape[1] // keys.shape[0]
-        for head, own in enumerate(zip(keys, values, strict=True)):
-            self._rounding[layer, head] = self._rounding_of(own[0]), self._rounding_of(own[1])
         for number, rule in enumerate(self._rules):
+            keys_of, values_of = self._roundings[number]
             for head, budget in enumerate(rule.budgets[layer]):
                 mine = slice(head, head + 1)
                 kept = torch.arange(self.prompt_len)
@@ -163,7 +164,8 @@ class HeadRows:
                     )
                     kept = kept_positions(asked, keys[mine], layer, budget, selector, kernels)[0]
                 rows = torch.zeros(2, budget.capacity, keys.shape[2])
-                round_keys, round_values = self._rounding[layer, head]
+                round_keys, round_values = keys_of(keys[head]), values_of(values[head])
+                self._rounding[number, layer, head] = round_keys, round_values
                 rows[0, : len(kept)] = round_keys(keys[head, kept])
                 rows[1, : len(kept)] = round_values(values[head, kept])
                 self._stored[number, layer, head] = rows[0], rows[1]

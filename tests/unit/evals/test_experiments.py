@@ -14,10 +14,13 @@ import torch
 from evals import prose, store
 from evals.by_head import by_head_runner
 from evals.chat import Chat
+from evals.divergence import FORMATS, diverge, make_rules
 from evals.lighteval_suites import write_local_task
 from evals.prose_table import perplexity_table, retrieval_table
 from evals.reconstruction import NUM_BEFORE, Repeated, Repeating, requests_to_repeat
 from evals.rounded import WIDTHS, Width
+from evals.tasks import Item
+from evals.uneven import HeadRows
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import DEFAULT_SINK, EngineConfig, EngineOptions, KVBudget
 from snapstream.exec.runner import ModelRunner
@@ -252,3 +255,25 @@ def test_only_name_and_source_of_the_rows_change(tmp_path: Path, monkeypatch: py
 def test_rows_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rows.txt"):
         write_local_task("aime24", tmp_path / "rows.txt", tmp_path)
+
+
+def test_what_rows_lose_is_measured_against_full_attention() -> None:
+    """Nothing with every token in fp32, and as by torch's own divergence with a rule at a time."""
+    prompt = [5 + 7 * i % 190 for i in range(400)]
+    with LLM(TINY_MODEL, budget="full", max_rows=1, max_model_len=500, executor="eager", progress=False) as llm:
+        runner = cast(ModelRunner, llm.engine.runner)
+        (full,) = llm.generate([prompt], SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True))
+        rules = make_rules(runner, len(prompt), 32)
+        names = [rule.name for rule in rules]
+        nats, same, count = diverge(runner, Item(prompt_ids=prompt, references=[]), rules, 7, set())
+        assert count == 6 and names[0] == "float32/1" and (nats[0], same[0]) == (0.0, 6.0)
+        for name in ("int4 keys/1", "int8/4"):
+            rule, want, equal = rules[names.index(name)], 0.0, 0
+            form = FORMATS[name.partition("/")[0]]
+            alone, exact = HeadRows(runner, prompt, [rule], roundings=[form]), HeadRows(runner, prompt, rules[:1])
+            for token in full.token_ids[:-1]:
+                own, other = (rows.feed(torch.tensor([token])).log_softmax(-1) for rows in (alone, exact))
+                want += float(torch.nn.functional.kl_div(own, other, reduction="sum", log_target=True))
+                equal += int(own.argmax() == other.argmax())
+            assert want > 0 and float(nats[names.index(name)]) == pytest.approx(want, rel=1e-3, abs=1e-6)
+            assert same[names.index(name)] == equal
