@@ -33,7 +33,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # of layers, GGUF and hub ids, `chat` and `bench`. A module with one importer lives in that importer, unless it is an
 # entry point, an optional dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 237,  # states, DeltaNet, mixtures, Cohere, GGUF: families and a file format are files
+    "Python files of the package": 237,  # states, DeltaNet, mixtures, GGUF: families and a file format are files
     "Python lines of the package": 50700,  # as above
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 246,  # their tests
