@@ -12,7 +12,8 @@ from benchmarks.machine import RESULTS
 from benchmarks.ray_tables import ray_scale, ray_soak
 from figures.markdown import link, table
 
-COMMANDS = {"peers_all_100m": "peers"}  # where a result is not called as its benchmark
+HYBRIDS = ("peers_all_lfm2-100m", "peers_all_qwen3.5-100m")
+COMMANDS = dict.fromkeys(("peers_all_100m", *HYBRIDS), "peers")  # where a result is not called as its benchmark
 
 
 def newest(name: str) -> tuple[Path, dict[str, Any]]:
@@ -298,6 +299,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode": decode,
     "speculation": speculation, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
+    **dict.fromkeys(HYBRIDS, peers_all),
     "spec_prefill": spec_prefill, "serving": serving,
     "soak": soak, "executors": executors, "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,

@@ -29,7 +29,7 @@ DOCUMENTS = (
 )
 PLOTS = DOCS / "figures"
 PUBLISHED = published_plan.TABLES | published_scale.TABLES
-SECTION = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+SECTION = re.compile(r"(<!-- figures: ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAMES = {overview.NAME, *evals.NAMES, *benchmarks.TABLES, *PUBLISHED}
 DRAWN = {overview.NAME: overview.svg, **{name: plot.svg for name, plot in plots.PLOTS.items()}}
 
