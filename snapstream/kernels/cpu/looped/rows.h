@@ -437,8 +437,9 @@ void mix(const float* shares, const char* values, int64_t n, int64_t head_dim, f
     int64_t e = 0;
     for (; e + COLUMNS_AT_ONCE * W <= head_dim; e += COLUMNS_AT_ONCE * W)
         mix_columns<Form, R, COLUMNS_AT_ONCE>(shares, values, e, n, head_dim, mixed, W);
-    for (; e < head_dim; e += W)
-        mix_columns<Form, R, 1>(shares, values, e, n, head_dim, mixed, std::min<int64_t>(W, head_dim - e));
+    for (; e + 2 * W <= head_dim; e += 2 * W) mix_columns<Form, R, 2>(shares, values, e, n, head_dim, mixed, W);
+    if (e + W <= head_dim) mix_columns<Form, R, 1>(shares, values, e, n, head_dim, mixed, W), e += W;
+    if (e < head_dim) mix_columns<Form, R, 1>(shares, values, e, n, head_dim, mixed, head_dim - e);
 }
 
 // Calls use<R>(first) for the heads [first, first + R) of a group, R of about the same size.
