@@ -463,6 +463,17 @@ def test_parts_of_a_stack_of_experts() -> None:
         weight[0, 0].lookup(torch.tensor([0]))
 
 
+def test_the_best_instructions_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own they would be read once."""
+    every = instruction_sets()
+    for number, name in enumerate(every):
+        monkeypatch.setenv("SNAPSTREAM_INSTRUCTIONS", name)
+        assert instruction_sets.__wrapped__() == every[number:]
+    monkeypatch.setenv("SNAPSTREAM_INSTRUCTIONS", "sse9")
+    with pytest.raises(ValueError, match=rf"SNAPSTREAM_INSTRUCTIONS is 'sse9'; this processor has {', '.join(every)}"):
+        instruction_sets.__wrapped__()
+
+
 # Libraries that came with the package: used where they are what today's sources would give, and no others.
 
 BEST = instruction_sets()[0]

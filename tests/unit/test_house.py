@@ -33,7 +33,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # of layers, GGUF and hub ids, `chat` and `bench`. A module with one importer lives in that importer, unless it is an
 # entry point, an optional dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 239,  # states, DeltaNet, Mamba-2, mixtures, GGUF: families and a file format are files
+    "Python files of the package": 239,  # states, DeltaNet, mixtures, GGUF: families and a format are files
     "Python lines of the package": 52000,  # as above
     "C++ files": 29,  # a stage for recurrent layers, and their prefill
     "files under tests/": 250,  # their tests

@@ -64,11 +64,18 @@ def find_compiler() -> str | None:
 
 @cache
 def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those that this processor has, best first."""
+    """Those that this processor has, best first; with ``$SNAPSTREAM_INSTRUCTIONS``, none better than that one.
+
+    ValueError if the variable names no instruction set of this processor.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() and platform.machine() == "x86_64" else []
     flags = frozenset(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())
-    return tuple(name for name in get_args(InstructionSet) if _NEEDED[name] <= flags)
+    found = tuple(name for name in get_args(InstructionSet) if _NEEDED[name] <= flags)
+    most = os.environ.get("SNAPSTREAM_INSTRUCTIONS", found[0])
+    if most not in found:
+        raise ValueError(f"SNAPSTREAM_INSTRUCTIONS is {most!r}; this processor has {', '.join(found)}")
+    return found[found.index(most) :]
 
 
 def check_instructions(instructions: InstructionSet) -> None:
