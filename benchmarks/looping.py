@@ -8,11 +8,13 @@ attention.
     python -m benchmarks.looping --quick            # two shapes, short contexts: some four minutes
     python -m benchmarks.looping --save             # all of it; with --seconds 1 it took seven minutes
     python -m benchmarks.looping --shapes tiny --widths float32 --seconds 0.1
+    SNAPSTREAM_INSTRUCTIONS=avx2 python -m benchmarks.looping --save    # as on a processor without AVX-512
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
@@ -176,7 +178,10 @@ def main() -> None:
         "bf16_gflop_per_s": limits.bf16_operations_per_s / 1e9,
         "int8_gop_per_s": limits.code_operations_per_s / 1e9,
     }
-    report("looping", ceiling, {"model": "random Qwen3 shapes", **figures}, save=args.save)
+    named = os.environ.get("SNAPSTREAM_INSTRUCTIONS")  # a record of its own
+    report(
+        f"looping_{named}" if named else "looping", ceiling, {"model": "random Qwen3 shapes", **figures}, save=args.save
+    )
 
 
 if __name__ == "__main__":
