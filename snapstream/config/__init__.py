@@ -53,7 +53,7 @@ from snapstream.config.values import (
     as_path,
     as_token_ids,
     plain,
-    row_format,
+    row_formats,
 )
 
 __all__ = [
@@ -62,5 +62,5 @@ __all__ = [
     "KVBudget", "KVDType", "ModelConfig", "ParallelConfig", "PrefillAttentionName", "PrefixStore", "PrefixStoreConfig",
     "ReselectionConfig", "RopeConfig", "RopeKind", "RowFormat", "Selector", "Settings", "SplitAttention",
     "SplitExperts", "StoredWeights", "WeightFormat", "WeightFormats", "WeightsOption", "as_count", "as_kind",
-    "as_number", "as_path", "as_prefix_store", "as_token_ids", "make_selector", "plain", "row_format",
+    "as_number", "as_path", "as_prefix_store", "as_token_ids", "make_selector", "plain", "row_formats",
 ]  # fmt: skip

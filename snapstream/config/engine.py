@@ -34,7 +34,7 @@ from snapstream.config.values import (
     check,
     kv_dtype_help,
     parse_bytes,
-    row_format,
+    row_formats,
     set_counts,
 )
 
@@ -238,7 +238,7 @@ class Settings:
             isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
         )
-        row_format(self.dtype, self.kv_dtype)
+        row_formats(self.dtype, self.kv_dtype)
         names = get_args(PrefillAttentionName)
         check(
             self.prefill_attention in names,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 DType = Literal["float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "float32", "bfloat16", "fp8", "int8", "int4"]
+KVDType = Literal["auto", "float32", "bfloat16", "fp8", "int8", "int4", "int8/int4"]  # K/V where they differ
 
 T = TypeVar("T")
 
@@ -54,13 +54,13 @@ ROW_FORMATS: dict[str, RowFormat] = {
 
 def kv_dtype_help() -> str:
     """What the option says of the formats."""
-    own = [ROW_FORMATS[name] for name in KV_DTYPES if name != "auto"]
+    own = [ROW_FORMATS[name] for name in KV_DTYPES if name in ROW_FORMATS]
     scaled = ", ".join(f"{form.name} {form.bits} bits and a scale per {form.scales}" for form in own if form.scales)
     grouped = ", ".join(f"{form.name} {form.bits} bits with scales, rotated" for form in own if form.group > 1)
     cpu_only = ", ".join(form.name for form in own if form.cpu_only)
     return (
-        f"Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; {scaled}; {grouped}. "
-        f"Only for a CPU: {cpu_only}."
+        f"Of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; {scaled}; {grouped}; "
+        f"int8/int4 has keys of int8 and values of int4. Only for a CPU: {cpu_only}."
     )
 
 
@@ -132,10 +132,11 @@ def as_token_ids(name: str, value: Any) -> list[int]:
     return [as_count(f"{name}: token id", token, 0) for token in given]
 
 
-def row_format(dtype: str, kv_dtype: KVDType) -> RowFormat:
-    """The format of rows, with ``"auto"`` that of ``dtype``; ValueError for an unknown ``kv_dtype``."""
+def row_formats(dtype: str, kv_dtype: KVDType) -> tuple[RowFormat, RowFormat]:
+    """The formats of K and of V, with ``"auto"`` that of ``dtype``; ValueError for an unknown ``kv_dtype``."""
     check(kv_dtype in KV_DTYPES, f"kv_dtype is {kv_dtype!r}; it must be {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}")
-    return ROW_FORMATS[dtype if kv_dtype == "auto" else kv_dtype]
+    keys, _, values = (dtype if kv_dtype == "auto" else kv_dtype).partition("/")
+    return ROW_FORMATS[keys], ROW_FORMATS[values or keys]
 
 
 def set_counts(config: Any, **lows: int) -> None:

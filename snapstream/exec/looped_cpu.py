@@ -386,7 +386,7 @@ def _rows(parts: StepParts) -> RowTable:
         layer_starts=address(layers[0]), layer_slots=address(layers[1]), windows=address(layers[2]),
         conv_inputs=address(layers[3]), memories=address(layers[4]),
         num_rows=cache.num_rows + 1, slots=max(cache.layer_slots) if slots is None else slots.widest.capacity,
-        format=FORMATS[cache.encoding.format.name],
+        key_format=FORMATS[cache.encodings[0].format.name], value_format=FORMATS[cache.encodings[1].format.name],
     )  # fmt: skip
     table.kept = layers
     return table

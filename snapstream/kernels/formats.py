@@ -4,12 +4,13 @@ To add a format edit ``config/values.py`` (size, limits, help) and this file (ar
 on a CPU. The looped CPU library has a struct per format in ``kernels/cpu/looped/rows.h``, and an entry in ``Format``
 (``abi.h`` and ``library.py``) per type of number; GPUs read rows in ``kernels/triton/rows.py`` and ``attention.py``.
 
-Scales are fp32, and K and V have their own. In ``fp8`` (e4m3fn: at most 448, no infinity) a scale per layer, row and kv
-head is fixed when a prompt is written, from the largest magnitude of the whole prompt, and holds for the tokens that
-decode adds. The headroom for those, a factor of 3.5 to 7, costs little, because precision is lost only below ``2^-12``
-of the largest; larger numbers saturate. The scale is a power of two: dividing by it rounds nothing in any dtype, so
-every kernel stores the same bits. In ``int8`` every slot has a scale from its own token, the largest magnitude over
-127; nothing saturates. For a head of 64 numbers the scales are a sixteenth of the bytes.
+K and V have formats and scales of their own (``config.row_formats``). Scales are fp32. In ``fp8`` (e4m3fn: at most 448,
+no infinity) a scale per layer, row and kv head is fixed when a prompt is written, from the largest magnitude of the
+whole prompt, and holds for the tokens that decode adds. The headroom for those, a factor of 3.5 to 7, costs little,
+because precision is lost only below ``2^-12`` of the largest; larger numbers saturate. The scale is a power of two:
+dividing by it rounds nothing in any dtype, so every kernel stores the same bits. In ``int8`` every slot has a scale
+from its own token, the largest magnitude over 127; nothing saturates. For a head of 64 numbers the scales are a
+sixteenth of the bytes.
 
 ``int4`` rotates a token's key and value by an orthonormal Walsh-Hadamard matrix before rounding, in blocks of the
 largest power of two that divides the head, so that an outlier channel is spread over its block (QuaRot, arXiv

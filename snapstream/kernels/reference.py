@@ -61,7 +61,7 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor,
     batch, num_heads, head_dim = q.shape
     keys, values = (  # [B, G, C, E], [B, G, C, E']
         encoding_of(stored).decode(stored[rows], None if scale is None else scale[rows])
-        for stored, scale in zip((cache.k, cache.v), cache.scales or (None, None), strict=True)
+        for stored, scale in zip((cache.k, cache.v), cache.scales, strict=True)
     )
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
     logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
@@ -116,7 +116,7 @@ def fill_rows(
 
 def _stored(cache: LayerRows, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Each stored tensor of a layer with what goes there and its scales, of heads or of slots."""
-    k_scale, v_scale = cache.scales or (None, None)
+    k_scale, v_scale = cache.scales
     yield cache.k, k, k_scale
     if not cache.values_are_keys:
         yield cache.v, v, v_scale

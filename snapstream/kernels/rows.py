@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from snapstream.config.model import SwiGLUClamp
-from snapstream.kernels.formats import Scales
 
 CosSin = tuple[Tensor, Tensor]  # [T, 1, E] fp32 each, the minus of the rotation in the sine
 Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a decode step
@@ -90,11 +89,10 @@ class LayerRows:
         return self.keys.shape[2]
 
     @property
-    def scales(self) -> Scales | None:
-        """Scales of K and V ``[rows+1, G]``, of int8 ``[rows+1, G, C]``; None for rows that need none."""
-        if self.key_scales is None or self.value_scales is None:
-            return None
-        return self.key_scales[self.layer], self.value_scales[self.layer]
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of K and of V ``[rows+1, G]``, of int8 ``[rows+1, G, C]``; None for those that need none."""
+        keys, values = self.key_scales, self.value_scales
+        return None if keys is None else keys[self.layer], None if values is None else values[self.layer]
 
     def refuse_latents(self, kernel: str) -> None:
         """ValueError for rows without a value tensor, for a kernel that needs one."""

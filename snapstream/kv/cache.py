@@ -35,7 +35,7 @@ from torch import Tensor
 from snapstream.config import KVBudget
 from snapstream.config.kv import HeadSlots
 from snapstream.kernels import memory
-from snapstream.kernels.formats import ENCODINGS
+from snapstream.kernels.formats import ENCODINGS, Encoding
 from snapstream.kernels.interface import Kernels, RowPlaces, bind
 from snapstream.kernels.reference import gather_tokens
 from snapstream.kernels.rows import LayerRows
@@ -190,8 +190,7 @@ class KVCache:
         self.capacity = capacity
         self.kernels = kernels or bind(device)
         self.heads = None if heads is None else HeadTable(heads, device)
-        self.encoding = ENCODINGS[spec.format.name]
-        dtype, width = self.encoding.dtype, self.encoding.width  # width: storage elements of E numbers
+        self.encodings = key_encoding, value_encoding = tuple(ENCODINGS[form.name] for form in spec.formats)
         # Slots per kv head by layer, and the first slot of each layer's block; unused with per-head budgets.
         self.layer_slots = [layer.num_slots(capacity) for layer in spec.layers]
         sizes = [(num_rows + 1) * spec.num_kv_heads * num_slots for num_slots in self.layer_slots]
@@ -203,13 +202,13 @@ class KVCache:
         elif self._has_blocks:
             slots = (self.layer_starts[-1],)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: rows begin as zeros.
-        self.k = _zeros((*slots, width(spec.key_dim)), dtype, torch.device(device))  # [L, rows+1, G, C, E]
-        self.k_scale = self._scales(slots, device)  # [L, rows+1, G] fp32; per slot: as k without E
+        self.k = _slots(key_encoding, slots, spec.key_dim, device)  # [L, rows+1, G, C, E]
+        self.k_scale = self._scales(key_encoding, slots, device)  # [L, rows+1, G] fp32; per slot: as k without E
         if spec.values_are_keys:
             self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
         else:
-            self.v = _zeros((*slots, width(spec.value_dim)), dtype, torch.device(device))  # [L, rows+1, G, C, E']
-            self.v_scale = self._scales(slots, device)
+            self.v = _slots(value_encoding, slots, spec.value_dim, device)  # [L, rows+1, G, C, E']
+            self.v_scale = self._scales(value_encoding, slots, device)
         self._kernel_kv, self._kernel_scales = (self.k, self.v), (self.k_scale, self.v_scale)
         if heads is not None:
             widest = heads.widest.capacity
@@ -247,13 +246,14 @@ class KVCache:
         return block.view(self.num_rows + 1, heads, slots, *stored.shape[1:])
 
     def _block_rows(self, layer: int) -> LayerRows:
-        def scales(stored: Tensor | None) -> Tensor | None:
+        def scales(stored: Tensor | None, encoding: Encoding) -> Tensor | None:
             if stored is None:
                 return None
-            return stored[layer, None] if self.encoding.format.scales == "head" else self._block(stored, layer)[None]
+            return stored[layer, None] if encoding.format.scales == "head" else self._block(stored, layer)[None]
 
         keys, values = (self._block(stored, layer)[None] for stored in (self.k, self.v))
-        return LayerRows(keys, values, 0, scales(self.k_scale), scales(self.v_scale))
+        k_scale, v_scale = map(scales, (self.k_scale, self.v_scale), self.encodings)
+        return LayerRows(keys, values, 0, k_scale, v_scale)
 
     def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
         """All kv heads of a layer, in order; ``budget`` is the row's, ignored with per-head budgets."""
@@ -287,8 +287,9 @@ class KVCache:
         ``[g, C]``.
         """
         found = []
-        for stored, scale in ((self.k, self.k_scale), (self.v, self.v_scale)):
-            if scale is not None and self.encoding.format.scales == "slot":
+        sides = zip((self.k, self.v), (self.k_scale, self.v_scale), self.encodings, strict=True)
+        for stored, scale, encoding in sides:
+            if scale is not None and encoding.format.scales == "slot":
                 scale = self.slots(scale, layer, row, span)
             elif scale is not None:
                 scale = scale[layer, row] if span is None else scale[layer, row, span.heads]
@@ -298,7 +299,8 @@ class KVCache:
     def flat(self) -> list[Tensor]:
         """K, V and per-slot scales, each with an entry per slot of all rows, as ``slot_indices`` counts them."""
         stored = [self.k] if self.spec.values_are_keys else [self.k, self.v]
-        scales = [] if self.encoding.format.scales != "slot" else [self.k_scale, self.v_scale][: len(stored)]
+        sides = zip((self.k_scale, self.v_scale), self.encodings, strict=True)
+        scales = [scale for scale, encoding in sides if encoding.format.scales == "slot"][: len(stored)]
         per_slot = [(own, own.shape[-1]) for own in stored]
         flat = [own.view(-1, width) for own, width in per_slot]
         return [*flat, *(own.view(-1) for own in scales if own is not None)]
@@ -339,10 +341,10 @@ class KVCache:
         self, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, span: HeadSpan | None = None
     ) -> None:
         """Set the per-head scales of ``rows``, if the format has any, for ``keys [g, N, E], values [g, N, E']``."""
-        if self.encoding.format.scales != "head":
+        if not self._has_head_scales:
             return
         for index, tokens in enumerate((keys,) if self.spec.values_are_keys else (keys, values)):
-            found = self.encoding.scale_of(tokens)  # [g]
+            found = self.encodings[index].scale_of(tokens)  # [g]
             for row in rows:
                 scale = self.parts(layer, row, span)[index][1]
                 assert scale is not None
@@ -352,10 +354,11 @@ class KVCache:
         self, layer: int, row: int, place: slice, keys: Tensor, values: Tensor, span: HeadSpan | None = None
     ) -> None:
         """Store ``keys [g, n, E], values [g, n, E']`` in the slots ``place`` of a span."""
-        for (stored, scale), tokens in zip(self.parts(layer, row, span), (keys, values), strict=False):
-            if scale is not None and self.encoding.format.scales == "slot":
+        parts = self.parts(layer, row, span)
+        for (stored, scale), tokens, encoding in zip(parts, (keys, values), self.encodings, strict=False):
+            if scale is not None and encoding.format.scales == "slot":
                 scale = scale[:, place]
-            self.encoding.store(stored[:, place], scale, tokens)
+            encoding.store(stored[:, place], scale, tokens)
 
     def gather(
         self, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor, span: HeadSpan
@@ -365,7 +368,7 @@ class KVCache:
         """
         if not rows:
             return
-        if self.heads is None or self.encoding.format.scales != "head":
+        if self.heads is None or not self._has_head_scales:
             self.kernels.gather_rows(self.layer(layer), [span.address(row) for row in rows], keys, values, index)
             return
         # A kernel would look up a head's scale by its address; do it here.
@@ -373,8 +376,12 @@ class KVCache:
         for row in rows:
             self.store(layer, row, slice(index.shape[1]), *kept, span)
 
-    def _scales(self, slots: tuple[int, ...], device: torch.device | str) -> Tensor | None:
-        match self.encoding.format.scales:
+    @property
+    def _has_head_scales(self) -> bool:
+        return self.encodings[0].format.scales == "head"  # FP8, of K and V alike
+
+    def _scales(self, encoding: Encoding, slots: tuple[int, ...], device: torch.device | str) -> Tensor | None:
+        match encoding.format.scales:
             case "slot":
                 return _zeros(slots, torch.float32, torch.device(device))
             case "head":
@@ -385,6 +392,11 @@ class KVCache:
 def _slot_scales(scales: Tensor | None, num_slots: int) -> Tensor | None:
     """Per-slot scales for kernels with per-head budgets; ``RowsView`` applies per-head scales itself."""
     return None if scales is None or scales.dim() > 1 else head_rows(scales, num_slots)
+
+
+def _slots(encoding: Encoding, slots: tuple[int, ...], num: int, device: torch.device | str) -> Tensor:
+    """Zeros for heads of ``num`` numbers, ``[*slots, elements of a head]``."""
+    return _zeros((*slots, encoding.width(num)), encoding.dtype, torch.device(device))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

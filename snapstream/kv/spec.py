@@ -20,7 +20,7 @@ from snapstream.config import (
     ModelConfig,
     ReselectionConfig,
     RowFormat,
-    row_format,
+    row_formats,
 )
 from snapstream.config.values import check
 
@@ -193,14 +193,15 @@ class KVSpec:
         return DTYPE_BYTES[self.dtype]
 
     @property
-    def format(self) -> RowFormat:
+    def formats(self) -> tuple[RowFormat, RowFormat]:
         """How rows store K and V."""
-        return row_format(self.dtype, self.kv_dtype)
+        return row_formats(self.dtype, self.kv_dtype)
 
     def slot_bytes(self) -> int:
         """Bytes of one token in one layer of a row, including per-slot scales."""
-        scales = self._scales_bytes() if self.format.scales == "slot" else 0
-        return self.format.num_bytes(self.token_size) + scales
+        sizes = self.key_size, self.token_size - self.key_size
+        numbers = (form.num_bytes(size) for form, size in zip(self.formats, sizes, strict=True))
+        return sum(numbers) + self._scales_bytes("slot")
 
     def token_bytes(self) -> int:
         """Bytes of one token in all layers of a row."""
@@ -208,11 +209,12 @@ class KVSpec:
 
     def scale_bytes(self) -> int:
         """Bytes of a row's per-head scales; 0 for formats without."""
-        return self.num_layers * self._scales_bytes() if self.format.scales == "head" else 0
+        return self.num_layers * self._scales_bytes("head")
 
-    def _scales_bytes(self) -> int:
-        """One scale per kv head of one layer, for K and for V."""
-        return (1 if self.values_are_keys else 2) * self.num_kv_heads * SCALE_BYTES
+    def _scales_bytes(self, kind: str) -> int:
+        """One scale per kv head of one layer, for each of K and V whose format has scales of that kind."""
+        stored = self.formats[: 1 if self.values_are_keys else 2]
+        return sum(form.scales == kind for form in stored) * self.num_kv_heads * SCALE_BYTES
 
     def row_bytes(self, capacity: int) -> int:
         """Bytes of a row of ``capacity`` slots, including windows, scales and states."""

@@ -313,8 +313,8 @@ class RowsView:
         k, v = qk[:, -groups:, None], heads[:, -groups:, None]  # [B, G, 1, E]
         scales = self._head_scales(layer)
         if scales is not None:
-            (k_scale, v_scale), encoding = scales, self._cache.encoding
-            q, k, v = q * k_scale, encoding.scaled(k, k_scale), encoding.scaled(v, v_scale)
+            (k_scale, v_scale), (keys, values) = scales, self._cache.encodings
+            q, k, v = q * k_scale, keys.scaled(k, k_scale), values.scaled(v, v_scale)
         entries = torch.cat([q, k, v], dim=2).flatten(0, 1).to(heads.dtype)  # [B * G, H/G + 2, E]
         cos = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)  # no rotation
         sinks = None if norm.sinks is None else norm.sinks.view(groups, -1).repeat(batch, 1)  # [B * G, H/G]
@@ -329,6 +329,6 @@ class RowsView:
     def _head_scales(self, layer: int) -> Scales | None:
         """Per-head scales of K and V, ``[B, G, 1, 1]`` each; None for formats without."""
         k_scale, v_scale = self._cache.k_scale, self._cache.v_scale
-        if self._cache.encoding.format.scales != "head" or k_scale is None or v_scale is None:
+        if self._cache.encodings[0].format.scales != "head" or k_scale is None or v_scale is None:
             return None
         return k_scale[layer][self._rows][..., None, None], v_scale[layer][self._rows][..., None, None]

@@ -10,7 +10,6 @@ from dataclasses import fields, replace
 from typing import cast
 
 from snapstream.config import (
-    ROW_FORMATS,
     AutoCount,
     Chunking,
     EngineConfig,
@@ -25,6 +24,7 @@ from snapstream.config import (
     WeightFormats,
     as_count,
     make_selector,
+    row_formats,
 )
 from snapstream.config.engine import SPECULATIVE_TOKENS
 from snapstream.config.kv import HeadProfile, HeadSlots
@@ -281,7 +281,8 @@ def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None
     wanted = options.kv_dtype
     if wanted == "float32" and options.dtype != "float32":
         raise ValueError(f"kv_dtype is {wanted!r} and dtype {options.dtype!r}; such rows need dtype 'float32'")
-    is_cpu_only = wanted != "auto" and ROW_FORMATS[wanted].cpu_only
+    formats = row_formats(options.dtype, wanted)
+    is_cpu_only = wanted != "auto" and any(form.cpu_only for form in formats)
     if model.latent is not None and is_cpu_only:
         raise ValueError(f"kv_dtype is {wanted!r}, and this model keeps latents, which rows hold as 'auto' or 'fp8'")
     if is_cpu_only and (device != "cpu" or options.dtype != "float32"):
@@ -289,10 +290,11 @@ def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None
             f"kv_dtype is {wanted!r}, device {device!r} and dtype {options.dtype!r}; such rows are for a CPU that "
             "computes in float32: use 'fp8' or 'auto'"
         )
-    if wanted != "auto" and model.head_dim % ROW_FORMATS[wanted].group:
+    group = max(form.group for form in formats)
+    if model.latent is None and model.head_dim % group:
         raise ValueError(
             f"kv_dtype is {wanted!r}, and the heads of this model have {model.head_dim} numbers; such rows need a "
-            f"multiple of {ROW_FORMATS[wanted].group}: use 'int8'"
+            f"multiple of {group}: use 'int8'"
         )
 
 

@@ -20,7 +20,7 @@ from snapstream.config import (
 )
 from snapstream.config.engine import check_budget
 from snapstream.config.kv import is_shipped
-from snapstream.config.values import FP8_CAPABILITY, format_bytes, row_format
+from snapstream.config.values import FP8_CAPABILITY, format_bytes, row_formats
 from snapstream.exec.executors import alternatives, executor_of
 from snapstream.exec.looped import why_not_bf16_inputs
 from snapstream.plan.fit import engine_config, num_rows
@@ -191,7 +191,7 @@ def _check_machine(model: ModelConfig, config: EngineConfig, machine: Machine) -
             f"the checkpoint's weights are {config.weights.describe()}, and FP8 (e4m3) needs an NVIDIA GPU of compute "
             f"capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or newer; this is {machine.name}"
         )
-    needed = row_format(config.dtype, config.kv_dtype).capability
+    needed = max(form.capability for form in row_formats(config.dtype, config.kv_dtype))
     if capability < needed:
         has = "is not NVIDIA's"
         if machine.capability is not None:

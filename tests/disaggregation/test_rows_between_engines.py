@@ -153,6 +153,18 @@ def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str,
         assert len(set(unlike)) == 3 and sum(unlike) == sum(replace(sizes, heads=None).layer_bytes(120, BUDGET))
 
 
+@pytest.mark.parametrize("kv_dtype", ["int4", "int8/int4"])
+def test_rows_in_groups(kv_dtype: str, tmp_path: Path) -> None:
+    """Scales among the codes, and scales of keys alone."""
+    folder = save(make_model("qwen3", head_dim=32), tmp_path)
+    with joined(folder, **SETTINGS, kv_dtype=kv_dtype) as pair:
+        requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
+        check(pair, requests)
+        sizes, budget = row_sizes(pair.answerer.model_config, pair.answerer.config), pair.answerer.config.budget
+        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), budget) - sizes.hidden_bytes for one in requests)
+        assert pair.answerer.engine.transfer_stats.num_bytes == planned
+
+
 def test_rows_with_windows(tmp_path: Path) -> None:
     """Layers of unlike size; a prompt shorter than the windows, and longer ones."""
     folder = save(make_model("qwen2-windows"), tmp_path)

@@ -226,10 +226,11 @@ INT4 = WeightFormats.of("int4")
         ("float32", "bfloat16", BF16, BF16),
         ("float32", "int8", BF16, BF16),
         ("float32", "int4", BF16, BF16),
+        ("float32", "int8/int4", BF16, BF16),
         ("float32", "auto", INT4.rounding_inputs(), INT4),
         ("float32", "auto", INT4, INT4),
     ],
-    ids=["bf16", "bf16-rows", "int8-rows", "int4-rows", "int4-weights-int8-inputs", "int4-weights"],
+    ids=["bf16", "bf16-rows", "int8-rows", "int4-rows", "int8-int4-rows", "int4-weights-int8-inputs", "int4-weights"],
 )
 def test_ranks_differ_by_rounding_of_near_ties(
     two: Pool, checkpoint: Checkpoint, dtype: DType, kv_dtype: KVDType, formats: WeightFormats, exact: WeightFormats,

@@ -132,7 +132,7 @@ def test_answers_are_those_without_drafts(name: str, budget: str, tmp_path: Path
 
 
 @needs_compiler
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "int4", "int8/int4"])
 def test_rows_of_other_formats_and_heads_with_their_own_budgets(kv_dtype: str, tmp_path: Path, oracle: Oracle) -> None:
     folder, random = save(make_model("qwen3", head_dim=32), tmp_path), Random(kv_dtype)
     prompts = [repeating(random, 100) for _ in range(9)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from snapstream.config import KV_DTYPES, ROW_FORMATS, EngineOptions, KVBudget, KVDType, PrefixStoreConfig
+from snapstream.config import KV_DTYPES, EngineOptions, KVBudget, KVDType, PrefixStoreConfig, row_formats
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, INT4, Encoding, hadamard
@@ -277,7 +277,7 @@ def test_a_share_of_a_stack_is_read_where_it_lies() -> None:
 # Rows for a CPU: what the codes of slots stand for, and attention on a CPU over all of them against the reference.
 
 NAN_BYTE = 255  # in a scale of fp16
-KINDS = tuple(name for name in KV_DTYPES if name != "auto" and ROW_FORMATS[name].cpu_only)
+KINDS = tuple(name for name in KV_DTYPES if name != "auto" and row_formats("float32", name)[0].cpu_only)
 OF_SLOTS = [encoding for encoding in ENCODINGS.values() if encoding.format.scales == "slot"]
 
 
@@ -287,9 +287,9 @@ def cache_of(kv_dtype: KVDType, capacity: int) -> KVCache:
 
 
 def widened(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, decode = cache.layer(layer), cache.encoding.decode
-    k_scale, v_scale = rows.scales or (None, None)
-    return decode(rows.k, k_scale), decode(rows.v, v_scale)
+    rows, (keys, values) = cache.layer(layer), cache.encodings
+    k_scale, v_scale = rows.scales
+    return keys.decode(rows.k, k_scale), values.decode(rows.v, v_scale)
 
 
 @pytest.mark.parametrize("own", OF_SLOTS, ids=lambda own: own.format.name)
@@ -327,18 +327,20 @@ def test_attention_over_what_was_written(kv_dtype: KVDType, lengths: list[int], 
     rows, ends = torch.arange(len(lengths)), torch.tensor(lengths)
     new = torch.randn(2, len(lengths), 2, 32)
     reference.write_slots(new[0], new[1], handle, rows, ends - 1)
-    near = 2.0**-8 if kv_dtype == "bfloat16" else 0.0
-    for own, prompt, token in zip(widened(cache, layer), (keys, values), new, strict=True):
+    near, names = 2.0**-8 if kv_dtype == "bfloat16" else 0.0, [own.format.name for own in cache.encodings]
+    for name, own, prompt, token in zip(names, widened(cache, layer), (keys, values), new, strict=True):
         for row, length in enumerate(lengths):
             want = torch.cat((prompt[:, : length - 1], token[row][:, None]), 1)
-            if kv_dtype == "int4":
+            if name == "int4":
                 assert torch.equal(own[row, :, :length], INT4.decode(INT4.encode(want, None), None))
                 continue
-            assert ((own[row, :, :length] - want).abs() <= near * want.abs() + 0.501 * step_of(kv_dtype, want)).all()
+            assert ((own[row, :, :length] - want).abs() <= near * want.abs() + 0.501 * step_of(name, want)).all()
     for stored, own in zip((wide.k, wide.v), widened(cache, layer), strict=True):
         stored[layer] = own
-    for tensor in (cache.k, cache.v) if cache.k_scale is None else (cache.k_scale, cache.v_scale):
-        assert tensor is not None
+    for tensor in (
+        cache.k if cache.k_scale is None else cache.k_scale,
+        cache.v if cache.v_scale is None else cache.v_scale,
+    ):
         for row, length in enumerate(lengths):
             tensor[layer, row, :, length:] = NAN_BYTE if tensor.dtype == torch.uint8 else float("nan")
     q = torch.randn(len(lengths), 6, 32)
@@ -364,7 +366,7 @@ def test_tokens_are_gathered_whole_as_the_reference_does(kv_dtype: KVDType) -> N
 
 @pytest.mark.parametrize("kv_dtype", KINDS)
 def test_an_engine_counts_them(kv_dtype: KVDType, tmp_path: Path) -> None:
-    token_bytes = 2 * {"bfloat16": 2 * 32, "int8": 32 + 4, "int4": 18}[kv_dtype]
+    token_bytes = {"bfloat16": 4 * 32, "int8": 2 * (32 + 4), "int4": 2 * 18, "int8/int4": 32 + 4 + 18}[kv_dtype]
     folder = save(make_model("qwen3", head_dim=32), tmp_path)
     model = read_model_config(folder)
     with LLM(folder, budget=40, max_model_len=90, kv_dtype=kv_dtype, executor="eager", progress=False) as llm:

@@ -166,7 +166,7 @@ class Drawn:
         group = random.choice([32, 64, 128]) if width in ("int8", "int4") else 1
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
         kv_dtype = random.choice(["auto", "fp8"] if model.latent else [
-            own for own in KV_DTYPES if own not in ("float32", "int4") or (own == "int4" and model.head_dim % 32 == 0)
+            own for own in KV_DTYPES if own != "float32" and ("int4" not in own or model.head_dim % 32 == 0)
         ])  # fmt: skip
         instructions = random.choice(instruction_sets())
         plain = formats

@@ -182,7 +182,7 @@ def with_latents(kernels: Kernels, attention: LatentAttention) -> Kernels:
     def attend_rows(
         heads: Tensor, norm: HeadNorm, rope: CosSin | None, cache: LayerRows, places: RowPlaces, keep: Keep | None
     ) -> Tensor:
-        if rope is not None or cache.scales is not None:
+        if rope is not None or cache.key_scales is not None:
             return kernels.attend_rows(heads, norm, rope, cache, places, keep)
         q, latents = heads[:, :-1], heads[:, -1:]
         if keep is not None:

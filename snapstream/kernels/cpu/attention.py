@@ -10,14 +10,14 @@ begins with zeros, and NaN left by an earlier request is zeroed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from snapstream.kernels.formats import Scales, encoding_of, spread
+from snapstream.kernels.formats import encoding_of, spread
 from snapstream.kernels.pytorch import share_sinks, sink_softmax, window_attention
 from snapstream.kernels.rows import LayerRows
 
@@ -64,17 +64,17 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor,
         own = slice(run.start, run.start + run.num_rows)
         visible = None if run.is_even else lengths[own]
         keys, values = k[span, :, :longest], v[span, :, :longest]
-        own_scales = None
-        if scales is not None:
-            k_scale, v_scale = (scale[span] if scale.dim() == 2 else scale[span, :, :longest] for scale in scales)
-            own_scales = k_scale, v_scale
+        own_scales = [
+            scale if scale is None else scale[span] if scale.dim() == 2 else scale[span, :, :longest]
+            for scale in scales
+        ]
         own_sinks = None if all_sinks is None else all_sinks[own]
         part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks)
         if visible is not None and not math.isfinite(part.sum(dtype=torch.float32).item()):
             _silence(keys, visible)  # too: a mask that is added to a NaN leaves it
             _silence(values, visible)
-            for scale in own_scales or ():
-                if scale.dim() == 3:
+            for scale in own_scales:
+                if scale is not None and scale.dim() == 3:
                     _silence(scale, visible)
             part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks)
         parts.append(part)
@@ -83,21 +83,20 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor,
 
 
 def _attend_stored(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Scales | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Sequence[Tensor | None], sinks: Tensor | None
 ) -> Tensor:
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
-    encoding = encoding_of(k)
-    if encoding.format.group > 1:  # a few rotations of q and of the result instead of one per slot
-        keys, values = (encoding.rotated(x, None) for x in (k, v))
-        return encoding.rotate(_attend(encoding.rotate(q), keys, values, visible, sinks)).to(q.dtype)
-    if scales is None:
+    encodings, (k_scale, v_scale) = (encoding_of(k), encoding_of(v)), scales
+    if k_scale is None and v_scale is None and all(own.format.group == 1 for own in encodings):
         dtype = q.dtype if sinks is None else torch.float32
         return _attend(q.to(dtype), k.to(dtype), v.to(dtype), visible, sinks).to(q.dtype)
-    if encoding.format.scales == "slot":
-        keys, values = (encoding.decode(x, scale) for x, scale in zip((k, v), scales, strict=True))
-        return _attend(q.float(), keys, values, visible, sinks).to(q.dtype)
-    k_scale, v_scale = spread(scales[0], k), spread(scales[1], v)
-    return (_attend(q.float() * k_scale, k.float(), v.float(), visible, sinks) * v_scale).to(q.dtype)
+    if k_scale is not None and v_scale is not None and encodings[0].format.scales == "head":
+        k_scale, v_scale = spread(k_scale, k), spread(v_scale, v)
+        return (_attend(q.float() * k_scale, k.float(), v.float(), visible, sinks) * v_scale).to(q.dtype)
+    # A few rotations of q and of the result instead of one per slot.
+    keys, values = (own.rotated(x, scale) for own, x, scale in zip(encodings, (k, v), scales, strict=True))
+    out = _attend(encodings[0].rotate(q.float()), keys, values, visible, sinks)
+    return encodings[1].rotate(out).to(q.dtype)
 
 
 def _silence(slots: Tensor, visible: Tensor) -> None:

@@ -156,7 +156,7 @@ def launch_decode_attention(
     >= 1. ``launch`` is for the tuner.
     """
     k, v = cache.k, cache.v
-    k_scale, v_scale = cache.scales or (None, None)
+    k_scale, v_scale = cache.scales
     batch, num_heads, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:

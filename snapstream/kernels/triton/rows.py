@@ -93,7 +93,7 @@ def _(
 def launch_gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
     """See ``reference.gather_rows``; any strides with a contiguous head dimension. One launch per row."""
     k_cache, v_cache = cache.k, cache.v
-    k_scale, v_scale = cache.scales or (None, None)
+    k_scale, v_scale = cache.scales
     num_kv_heads, num_kept = index.shape
     head_dim = keys.shape[2]
     if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, keys, values)):
@@ -258,7 +258,7 @@ def launch_norm_rope_write(
     """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
     (head_norm, eps), (cos, sin) = norm[:2], rope
     k_cache, v_cache = cache.k, cache.v
-    k_scale, v_scale = cache.scales or (None, None)
+    k_scale, v_scale = cache.scales
     _check(heads, k_cache, v_cache)
     num_tokens, num_projected, head_dim = heads.shape
     num_kv_heads = k_cache.shape[1]

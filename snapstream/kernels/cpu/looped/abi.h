@@ -107,7 +107,7 @@ struct RowTable {  // the persistent state of rows, [rows + 1] each, and their k
     // [L]: addresses of the states of recurrent layers, [rows + 1, K - 1, C] and [rows + 1, H, keys, values] fp32; or null
     const int64_t *conv_inputs, *memories;
     int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the head that has most
-    int64_t format;
+    int64_t key_format, value_format;  // one format, or I8 and I4
 };
 
 struct Step {  // one call: the stages [first, last) of a step over `batch` rows

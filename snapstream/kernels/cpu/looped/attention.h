@@ -57,11 +57,11 @@ inline void rotated_head(Work& w, const float* head, const float* weight, const 
 
 inline StoredHead stored_head(Work& w, int64_t first) {  // from that slot of all rows on
     const RowTable& rows = w.rows;
-    const RowForm form{rows.format};
-    const int64_t bytes = form.bytes(first * w.model.head_dim);
-    const auto scales = [&](float* all) { return form.has_slot_scales() ? all + first : nullptr; };
-    return {form, w.model.head_dim, rows.keys + bytes, rows.values + bytes, scales(rows.key_scales),
-            scales(rows.value_scales)};
+    const RowForm keys{rows.key_format}, values{rows.value_format};
+    const int64_t size = w.model.head_dim;
+    const auto scales = [&](RowForm form, float* all) { return form.has_slot_scales() ? all + first : nullptr; };
+    return {keys, values, size, rows.keys + keys.bytes(first * size), rows.values + values.bytes(first * size),
+            scales(keys, rows.key_scales), scales(values, rows.value_scales)};
 }
 
 // The learned gate of a kv head's outputs, [group * E].
@@ -98,36 +98,36 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
         const int64_t line = (layer * rows.num_rows + row) * rows.kept_queries + kept;
         std::memcpy(rows.queries + (line * w.model.heads + kv_head * group) * size, q, group * size * 4);
     }
-    const float factor = k_scale * stored.form.unit() / std::sqrt(static_cast<float>(size));
+    const float factor = k_scale * stored.key_form.unit() / std::sqrt(static_cast<float>(size));
     for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
-    const bool is_rotated = stored.form.is_rotated();
-    for (int64_t r = 0; is_rotated && r < group; ++r) rotate_blocks(q + r * size, size);
+    const bool has_rotated_keys = stored.key_form.is_rotated(), has_rotated_values = stored.value_form.is_rotated();
+    for (int64_t r = 0; has_rotated_keys && r < group; ++r) rotate_blocks(q + r * size, size);
     const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
     if (begin <= at && at < end) {
         rotated_head(w, keys + kv_head * size, k_norm, angle, rest, keys, k_normed);
         const float* value = own + (w.model.heads + w.model.kv_heads + kv_head) * size;
-        if (is_rotated) rotate_blocks(rest, size);
-        stored.put(rest, at, k_scale, stored.keys, stored.key_scales);
-        if (is_rotated) {
+        if (has_rotated_keys) rotate_blocks(rest, size);
+        stored.put_key(rest, at, k_scale);
+        if (has_rotated_values) {
             std::copy(value, value + size, rest);
             rotate_blocks(rest, size);
             value = rest;
         }
-        stored.put(value, at, v_scale, stored.values, stored.value_scales);
+        stored.put_value(value, at, v_scale);
     }
     const int64_t first = (b * w.model.kv_heads + kv_head) * w.engine.max_parts;
     const auto found = [&](int64_t i) {
         const int64_t line = (first + i) * group;
         return Part{w.engine.part_peaks + line, w.engine.part_totals + line, w.engine.part_mixed + line * size};
     };
-    attend_part_of(rows.format)(q, stored, begin, end, group, found(part), rest);
+    attend_part_of(stored)(q, stored, begin, end, group, found(part), rest);
     const int64_t count = seen.parts();
     std::atomic<int>& done = w.engine.parts_left[b * w.model.kv_heads + kv_head];
     if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;
     done.store(0, std::memory_order_relaxed);
     const float* sinks = w.model.sinks ? w.model.sinks + place * w.model.heads + kv_head * group : nullptr;
-    merge_parts(found(0), count, group, size, v_scale * stored.form.unit(), sinks, rest);
-    for (int64_t r = 0; is_rotated && r < group; ++r) rotate_blocks(rest + r * size, size);
+    merge_parts(found(0), count, group, size, v_scale * stored.value_form.unit(), sinks, rest);
+    for (int64_t r = 0; has_rotated_values && r < group; ++r) rotate_blocks(rest + r * size, size);
     if (gates) gate_attended(w, b, kv_head, rest);
     pack_heads(w, w.model.o, b, kv_head, w.model.kv_heads, rest);
 }

@@ -33,7 +33,7 @@ inline void rotate_halves(Work& w, const float* x, int64_t b, float* out) {
 }
 
 inline char* row_of(Work& w, int64_t layer, int64_t row) {
-    const RowForm form{w.rows.format};
+    const RowForm form{w.rows.key_format};
     return w.rows.keys + form.bytes((layer * w.rows.num_rows + row) * w.rows.slots * latent_size(w));
 }
 
@@ -75,7 +75,7 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
 inline void store_latent(Work& w, int64_t layer, int64_t b) {
     const float *kept = w.absorbed.kept + b * latent_size(w), *weight = w.latent.c_norm + layer * w.latent.rank;
     const float factor = norm_factor(kept, w.latent.rank, LATENT_EPS);
-    const RowForm form{w.rows.format};
+    const RowForm form{w.rows.key_format};
     for (int64_t i = 0; i < w.latent.rank; ++i) w.scratch[i] = kept[i] * factor * weight[i];
     rotate_halves(w, kept + w.latent.rank, b, w.scratch + w.latent.rank);
     const int64_t row = w.step.rows[b];
@@ -94,7 +94,7 @@ inline void absorb(Work& w, int64_t layer) {
 
 inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, int64_t count, int64_t part) {
     const RowTable& rows = w.rows;
-    const RowForm form{rows.format};
+    const RowForm form{rows.key_format};
     const int64_t row = w.step.rows[b], begin = part * PART, end = std::min(begin + PART, length(w, b));
     const float* queries = w.absorbed.queries + (b * w.model.heads + first_head) * latent_size(w);
     if (rows.queries && part == 0) {

@@ -290,15 +290,19 @@ struct RowForm {
 };
 
 struct StoredHead {  // keys and values of one kv head of a row, and the scales of its slots or null
-    RowForm form;
+    RowForm key_form, value_form;
     int64_t head_dim;
     char *keys, *values;
     float *key_scales, *value_scales;
 
-    // One token to a slot; scale: of the head, if it has one.
-    void put(const float* token, int64_t slot, float scale, char* to, float* scales) const {
-        const float own = form.put(token, head_dim, scale, to + form.bytes(slot * head_dim));
-        if (scales) scales[slot] = own;
+    // A token to a slot; scale: of the head, if it has one.
+    void put_key(const float* token, int64_t slot, float scale) const {
+        const float own = key_form.put(token, head_dim, scale, keys + key_form.bytes(slot * head_dim));
+        if (key_scales) key_scales[slot] = own;
+    }
+    void put_value(const float* token, int64_t slot, float scale) const {
+        const float own = value_form.put(token, head_dim, scale, values + value_form.bytes(slot * head_dim));
+        if (value_scales) value_scales[slot] = own;
     }
 };
 
@@ -459,36 +463,39 @@ INLINE void for_heads(int64_t group, Use use) {
 
 // Slots [begin, end) of one kv head for its `group` query heads q [group, E], which are scaled already. scratch:
 // attend_scratch.
-template <class Form>
+template <class Keys, class Values>
 void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, const Part& part,
                  float* scratch) {
-    const int64_t size = stored.head_dim, token = Form::bytes(size), n = end - begin;
-    const int64_t block = std::max<int64_t>(W, BLOCK_BYTES / token / W * W);
-    const char *keys = stored.keys + begin * token, *values = stored.values + begin * token;
+    const int64_t size = stored.head_dim, key = Keys::bytes(size), value = Values::bytes(size), n = end - begin;
+    const auto block_of = [](int64_t token) { return std::max<int64_t>(W, BLOCK_BYTES / token / W * W); };
+    const int64_t key_block = block_of(key), value_block = block_of(value);
+    const char *keys = stored.keys + begin * key, *values = stored.values + begin * value;
     float *scores = scratch, *most = scratch + group * SCORE_LINE;
     const auto scales = [&](const float* all, int64_t first) { return all ? all + begin + first : nullptr; };
     std::fill(most, most + group * W, -std::numeric_limits<float>::infinity());
-    for (int64_t first = 0; first < n; first += block)
+    for (int64_t first = 0; first < n; first += key_block)
         for_heads(group, [&]<int R>(int64_t head) {
-            score<Form, R>(q + head * size, keys + first * token, scales(stored.key_scales, first),
-                           std::min(block, n - first), size, scores + head * SCORE_LINE + first, most + head * W);
+            score<Keys, R>(q + head * size, keys + first * key, scales(stored.key_scales, first),
+                           std::min(key_block, n - first), size, scores + head * SCORE_LINE + first, most + head * W);
         });
     for (int64_t r = 0; r < group; ++r) {
         part.peak[r] = max_of(load(most + r * W));
         soften(scores + r * SCORE_LINE, n, scales(stored.value_scales, 0), part.peak[r], part.total[r]);
     }
     std::fill(part.mixed, part.mixed + group * size, 0.0f);
-    for (int64_t first = 0; first < n; first += block)
+    for (int64_t first = 0; first < n; first += value_block)
         for_heads(group, [&]<int R>(int64_t head) {
-            mix<Form, R>(scores + head * SCORE_LINE + first, values + first * token, std::min(block, n - first), size,
-                         part.mixed + head * size);
+            mix<Values, R>(scores + head * SCORE_LINE + first, values + first * value,
+                           std::min(value_block, n - first), size, part.mixed + head * size);
         });
 }
 
 using AttendPart = void (*)(const float*, const StoredHead&, int64_t, int64_t, int64_t, const Part&, float*);
 
-inline AttendPart attend_part_of(int64_t format) {
-    return with_row_format(format, []<class Form>(Form) -> AttendPart { return attend_part<Form>; });
+inline AttendPart attend_part_of(const StoredHead& stored) {
+    if (stored.key_form.format == I8 && stored.value_form.format == I4) return attend_part<RowI8, RowI4>;
+    return with_row_format(stored.key_form.format,
+                           []<class Form>(Form) -> AttendPart { return attend_part<Form, Form>; });
 }
 
 inline int64_t attend_scratch(int64_t group) { return group * (SCORE_LINE + 16); }
