@@ -59,11 +59,13 @@ def check_limits(kernels: list[dict[str, Any]]) -> None:
             assert entry["registers"] <= compile_kernels.MOST_REGISTERS, entry
 
 
-def test_the_record_is_of_these_kernels() -> None:
-    """All head dimensions and dtypes, too slow to compile here; ``python -m benchmarks.compile_kernels --save``."""
-    newest = max((RESULTS / "compile").glob("*_triton.json"))
-    record = json.loads(newest.read_text())
-    assert record["sources"] == compile_kernels.sources(), f"{newest.name} was made from other kernels"
+def test_the_record_has_every_shape_without_spills() -> None:
+    """All head dimensions and dtypes, too slow to compile here; ``python -m benchmarks.compile_kernels --save``.
+
+    That the record was made from the kernels as they are now is a test of ``make test``:
+    ``tests/unit/benchmarks/test_benchmarks.py``.
+    """
+    record = json.loads(max((RESULTS / "compile").glob("*_triton.json")).read_text())
     found = {(entry["head_dim"], entry["dtype"], entry["arch"]) for entry in record["kernels"]}
     assert found == set(product((0, 64, 80, 96, 128, 192, 256, 576), ("bf16", "fp16", "fp32"), ("sm_80", "sm_90")))
     check_limits(record["kernels"])

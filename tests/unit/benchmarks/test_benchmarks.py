@@ -12,12 +12,13 @@ import numpy
 import pytest
 import torch
 
-from benchmarks import pair, prefill_table, tables
+from benchmarks import compile_kernels, pair, prefill_table, tables
 from benchmarks import rank_share as command
 from benchmarks.experts import ARMS, QUICK, forms_of, mixture_folder, step_bytes
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.rank_share import measured, small_share
 from benchmarks.gpu_suite.suite import Bench
+from benchmarks.machine import RESULTS
 from benchmarks.peers import arms, compare, work
 from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
@@ -299,3 +300,12 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     command.main()
     record = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert record["name"] == "rank_share" and record["figures"]["is_smoke"] and len(record["figures"]["arms"]) == 3
+
+
+def test_the_record_of_triton_kernels_is_of_these_kernels() -> None:
+    """Here and not with the other tests of Triton, which are slow: whoever changes a kernel learns it at once."""
+    newest = max((RESULTS / "compile").glob("*_triton.json"))
+    made_from = json.loads(newest.read_text())["sources"]
+    assert made_from == compile_kernels.sources(), (
+        f"{newest.name} was made from other kernels: run `python -m benchmarks.compile_kernels --save`"
+    )
