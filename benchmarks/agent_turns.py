@@ -1,18 +1,24 @@
-"""An agent's transcript of ten turns through servers, with openai-python: does the whole take longer than with a peer?
+"""A coding agent's transcript of ten turns through servers, with openai-python: how long does the whole take?
 
-Every turn sends the conversation so far: a system prompt, a document, earlier answers, and the output of a tool that
-is new. The answers are the server's own, so each server sees the conversation that it made. Our server runs twice, with
-the prefix store and without; ``--peer URL`` adds any OpenAI-compatible server that serves the same checkpoint, one
-after the other in the same run. ``--write DIR`` writes the checkpoint (100M parameters' shape, random weights, the
-shipped tiny model's tokenizer and template) and ends:
+Every turn sends the conversation so far: a system prompt with the tools in JSON, a file of 400 lines, earlier answers,
+and what a tool returned, in turns a JSON object and an edited piece of the file. The answers are the server's own, so
+each server sees the conversation that it made. Our server runs with the prefix store and without; ``--peer NAME=URL``,
+which may be repeated, adds an OpenAI-compatible server of the same checkpoint. Servers that wait use no time of the
+others. ``--write DIR`` writes the checkpoint (Qwen3 of 100M parameters, random weights, the shipped tiny model's
+tokenizer and template), also as a GGUF file, and ends:
 
-    python -m benchmarks.agent_turns --write /tmp/agent                    # then: vllm serve /tmp/agent ... --port 8001
-    python -m benchmarks.agent_turns --checkpoint /tmp/agent --peer http://127.0.0.1:8001/v1 --save
+    python -m benchmarks.agent_turns --write /tmp/agent
+    vllm serve /tmp/agent --dtype bfloat16 --port 8001 --max-model-len 32768 --speculative-config \\
+        '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}'    # its prefix cache is on
+    .venv-peers/llama_cpp/bin/python -m benchmarks.peers.serve_llama_cpp /tmp/agent/model.gguf --port 8002
+    python -m benchmarks.agent_turns --checkpoint /tmp/agent --peer vllm=http://127.0.0.1:8001/v1 \\
+        --peer llama.cpp=http://127.0.0.1:8002/v1 --save
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -24,13 +30,20 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks.machine import ceilings, report
+from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.server_process import served
-from benchmarks.shapes import llama_folder
+from benchmarks.shapes import QWEN3_100M, random_checkpoint
 from snapstream.assets import TINY_MODEL
-from snapstream.assets.documents import make_document
 from snapstream.models.tokenizer import load_tokenizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+NAMES = ("account", "budget", "cache", "draft", "entry", "filter", "group", "header", "index", "job", "key", "limit")
+VERBS = ("add", "check", "close", "count", "drop", "find", "load", "merge", "read", "sort", "store", "write")
+TOOLS = [
+    {"name": name, "description": f"{name.replace('_', ' ')} in the working tree", "parameters": {
+        "type": "object", "properties": {"path": {"type": "string"}, "text": {"type": "string"}}, "required": ["path"]}}
+    for name in ("read_file", "write_file", "replace_lines", "run_tests", "search_text")
+]  # fmt: skip
 
 
 @contextmanager
@@ -39,28 +52,43 @@ def checkpoint(given: Path | None, layers: int) -> Iterator[Path]:
     if given is not None and (given / "config.json").exists():
         yield given
         return
-    vocab = len(load_tokenizer(TINY_MODEL))
-    with llama_folder(vocab_size=vocab, num_hidden_layers=layers, eos_token_id=2) as folder:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given or Path(scratch)
+        vocab = len(load_tokenizer(TINY_MODEL))
+        random_checkpoint(folder, QWEN3_100M | {"vocab_size": vocab, "num_hidden_layers": layers})
         for name in TOKENIZER_FILES:
-            if (TINY_MODEL / name).exists():
-                shutil.copy(TINY_MODEL / name, folder)
-        if given is not None:
-            shutil.copytree(folder, given, dirs_exist_ok=True)
-        yield given or folder
+            shutil.copy(TINY_MODEL / name, folder)
+        yield folder
 
 
-def tool_outputs(num_turns: int, context: int, new: int, seed: int) -> list[str]:
-    """The user's messages: a document of some ``context`` tokens, then outputs of tools of ``new`` tokens."""
-    tokenizer = load_tokenizer(TINY_MODEL)
+def source_lines(count: int, seed: int) -> list[str]:
+    """Lines of a made-up Python file; one in eight begins a function."""
+    random, lines = Random(seed), []
+    for number in range(count):
+        verb, name, other = random.choice(VERBS), random.choice(NAMES), random.choice(NAMES)
+        lines.append(
+            f"def {verb}_{name}_{number}({other}, limit={random.randrange(100)}):"
+            if number % 8 == 0
+            else f"    {name} = {verb}_{other}({name}, {random.randrange(1000)})"
+        )
+    return lines
 
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def text(index: int, size: int) -> str:
-        return make_document(family="kv", seed=f"agent/{seed}/{index}", count_tokens=count, target_tokens=size).text
-
-    sizes = [context, *(Random(seed).randrange(new // 2, 3 * new // 2) for _ in range(num_turns - 1))]
-    return [text(index, max(size, 64)) for index, size in enumerate(sizes)]
+def tool_outputs(num_turns: int, num_lines: int, seed: int) -> list[str]:
+    """The user's messages: a file to change, then in turns the result of a test run in JSON and an edited piece."""
+    random, lines = Random(seed), source_lines(num_lines, seed)
+    texts = ["This is main.py:\n" + "\n".join(lines)]
+    for turn in range(1, num_turns):
+        begin = random.randrange(max(num_lines - 12, 1))
+        if turn % 2:
+            failed = [{"test": f"test_{random.choice(NAMES)}", "line": begin + n, "took_ms": random.randrange(900)}
+                      for n in range(3)]  # fmt: skip
+            texts.append(json.dumps({"tool": "run_tests", "turn": turn, "exit_code": 1, "failed": failed}))
+            continue
+        for place in random.sample(range(begin, min(begin + 12, num_lines)), k=min(3, num_lines)):
+            lines[place] = source_lines(1 + place, seed + turn)[place]
+        texts.append(f"main.py, lines {begin} to {begin + 12}:\n" + "\n".join(lines[begin : begin + 12]))
+    return texts
 
 
 def play(url: str, model: str, said: Sequence[str], answer_tokens: int) -> list[dict[str, Any]]:
@@ -68,7 +96,7 @@ def play(url: str, model: str, said: Sequence[str], answer_tokens: int) -> list[
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
-    system = "You are an agent. Read what the tools say and answer in one sentence."
+    system = "You are a coding agent. Your tools: " + json.dumps(TOOLS)
     messages: list[Any] = [{"role": "system", "content": system}]
     turns = []
     for text in said:
@@ -85,14 +113,15 @@ def play(url: str, model: str, said: Sequence[str], answer_tokens: int) -> list[
                 first = first or perf_counter() - began
                 parts.append(chunk.choices[0].delta.content)
         assert usage is not None, "the server sent no usage"
-        details = usage.prompt_tokens_details
+        prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
         turns.append(
             {
                 "first_token_s": first,
                 "total_s": perf_counter() - began,
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
-                "cached_tokens": None if details is None else details.cached_tokens,
+                "cached_tokens": None if prompt is None else prompt.cached_tokens,
+                "accepted_tokens": None if completion is None else completion.accepted_prediction_tokens,
             }
         )
         messages.append({"role": "assistant", "content": "".join(parts)})
@@ -110,33 +139,29 @@ def summary(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    said = [tool_outputs(args.turns, args.context, args.new, seed) for seed in range(args.rounds)]
-    most = args.context + args.turns * (2 * args.new + args.answer + 64) + 256
-    options = ["--budget", str(args.slots), "--max-rows", "2", "--max-model-len", str(most), "--no-page"]
-    if args.executor:
-        options += ["--executor", args.executor]
+    said = [tool_outputs(args.turns, args.lines, seed) for seed in range(args.rounds)]
+    options = ["--budget", str(args.slots), "--max-rows", "2", "--no-page", "--weights", args.weights]
+    peers = dict(text.split("=", 1) for text in args.peer)
     found: dict[str, list[dict[str, Any]]] = {}
     with checkpoint(args.checkpoint, args.layers) as folder, tempfile.TemporaryDirectory() as logs:
-        sides = {"store": "4GiB", "no_store": "0"}
+
+        def add(side: str, url: str, model: str, texts: Sequence[str]) -> None:
+            play(url, model, tool_outputs(1, 8, 99), 4)  # touches what is new
+            found.setdefault(side, []).append(summary(play(url, model, texts, args.answer)))
+            print(side, found[side][-1]["total_s"], flush=True)
+
         for number, texts in enumerate(said):  # side by side, so that all meet the same machine
-            for side, size in sides.items():
+            for side, size in {"store": "4GiB", "no_store": "0"}.items():
                 with served([str(folder), *options, "--prefix-store", size], Path(logs) / f"{side}{number}") as server:
-                    play(f"{server.url}/v1", folder.name, tool_outputs(1, 64, 64, 99), 4)  # touches what is new
-                    found.setdefault(side, []).append(
-                        summary(play(f"{server.url}/v1", folder.name, texts, args.answer))
-                    )
-                print(side, found[side][-1]["total_s"], flush=True)
-            if args.peer:
-                name = args.peer_model or str(folder)
-                play(args.peer, name, tool_outputs(1, 64, 64, 99), 4)
-                found.setdefault("peer", []).append(summary(play(args.peer, name, texts, args.answer)))
-                print("peer", found["peer"][-1]["total_s"], flush=True)
-    ours = [one["total_s"] for one in found["store"]]
+                    add(side, f"{server.url}/v1", folder.name, texts)
+            for name, url in peers.items():
+                add(name, url, args.peer_model or str(folder), texts)
+    totals = {side: mean(run["total_s"] for run in runs) for side, runs in found.items()}
     return {
-        "model": "random Llama 100M fp32, vocabulary of the tiny model", "layers": args.layers, "turns": args.turns,
-        "context": args.context, "new": args.new, "answer": args.answer, "slots": args.slots,
-        "against_no_store": mean(a / b["total_s"] for a, b in zip(ours, found["no_store"], strict=True)),
-        "against_peer": mean(a / b["total_s"] for a, b in zip(ours, found["peer"], strict=True)) if args.peer else None,
+        "model": f"random Qwen3 of 100M, {args.weights}, tokenizer of the tiny model", "layers": args.layers,
+        "turns": args.turns, "lines": args.lines, "answer": args.answer, "slots": args.slots,
+        "prompt_tokens": [turn["prompt_tokens"] for turn in found["store"][0]["turns"]],
+        "against": {side: totals["store"] / total for side, total in totals.items() if side != "store"},
         "sides": found,
     }  # fmt: skip
 
@@ -144,26 +169,28 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--context", type=int, default=4096, help="tokens of the first turn's document")
-    parser.add_argument("--new", type=int, default=128, help="tokens of a tool's output, half to three halves of this")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--lines", type=int, default=400, help="lines of the file of the first turn")
+    parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     parser.add_argument("--slots", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--executor", help="of our server")
+    parser.add_argument("--weights", default="bfloat16", help="of our server")
     parser.add_argument("--checkpoint", type=Path, help="folder of --write; by default one is made for this run")
-    parser.add_argument("--write", type=Path, metavar="DIR", help="write the checkpoint there, and end")
-    parser.add_argument("--peer", metavar="URL", help="base URL of another server with the same checkpoint")
-    parser.add_argument("--peer-model", help="the name it serves it by; default: the folder")
-    parser.add_argument("--quick", action="store_true", help="one round, a context of 2,048 tokens")
+    parser.add_argument("--write", type=Path, metavar="DIR", help="write the checkpoint and model.gguf there, and end")
+    parser.add_argument("--kind", default="f16", help="of the GGUF file: f32, f16, bf16, q8_0 or q4_0")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server")
+    parser.add_argument("--peer-model", help="the name they serve it by; default: the folder")
+    parser.add_argument("--quick", action="store_true", help="one round, a file of 100 lines")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     if args.write is not None:
+        args.write.mkdir(parents=True, exist_ok=True)
         with checkpoint(args.write, args.layers) as folder:
+            write_gguf(folder, folder / "model.gguf", args.kind)
             print(folder)
         return
     if args.quick:
-        args.rounds, args.context = 1, min(args.context, 2048)
+        args.rounds, args.lines = 1, min(args.lines, 100)
     ceiling = ceilings()
     report("agent_turns", ceiling, measure(args), save=args.save)
 

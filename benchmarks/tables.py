@@ -230,22 +230,20 @@ def turns(figures: dict[str, Any]) -> str:
 
 
 def agent_turns(figures: dict[str, Any]) -> str:
-    names = {"store": "snapstream", "no_store": "snapstream without a prefix store", "peer": "the other server"}
+    names = {"store": "snapstream", "no_store": "snapstream without a prefix store"}
     rows = []
     for side, runs in figures["sides"].items():
 
         def mean(name: str, runs: list[dict[str, Any]] = runs) -> float:
             return float(sum(run[name] for run in runs) / len(runs))
 
-        rows.append([names[side], f"{mean('total_s'):.1f} s", f"{mean('first_turn_s'):.1f} s",
-                     f"{mean('later_first_token_s'):.2f} s"])  # fmt: skip
-    size = (
-        f"{figures['turns']} turns, a document of {figures['context']:,} tokens, outputs of tools of {figures['new']}"
-    )
-    heads = ["server", "all turns", "first turn", "first token of a later turn"]
-    return f"An agent's transcript through servers, {size}, {figures['answer']} tokens each answer:\n\n" + table(
-        heads, rows
-    )
+        share = figures["against"].get(side)
+        rows.append([names.get(side, side), f"{mean('total_s'):.1f} s", f"{mean('first_turn_s'):.1f} s",
+                     f"{mean('later_first_token_s'):.2f} s", "" if share is None else f"{share:.2f}"])  # fmt: skip
+    first, last = figures["prompt_tokens"][0], figures["prompt_tokens"][-1]
+    size = f"{figures['turns']} turns, prompts of {first:,} to {last:,} tokens, answers of {figures['answer']}"
+    heads = ["server", "all turns", "first turn", "first token of a later turn", "our time over this one's"]
+    return f"A coding agent's transcript through servers, {size}:\n\n" + table(heads, rows)
 
 
 def drop_in(figures: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
-"""Writes a Qwen3 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, and made-up words.
+"""Writes a Qwen3 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, and the folder's
+byte-level tokenizer and chat template, or made-up words.
 
-f32, f16, q8_0 or q4_0; norms and routers stay fp32, as llama.cpp keeps them; the experts of a layer are one tensor
-there, of each of their three matrices. Needs ``gguf``, ``safetensors`` and numpy.
+f32, f16, bf16, q8_0 or q4_0; norms and routers stay fp32, as llama.cpp keeps them; the experts of a layer are one
+tensor there, of each of their three matrices. Needs ``gguf``, ``safetensors`` and numpy.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def gguf_tensors(folder: Path) -> dict[str, Any]:
 
 
 def write_gguf(folder: Path, file: Path, kind: str) -> None:
-    """``kind``: f32, f16, q8_0 or q4_0; the checkpoint is one file of fp32."""
+    """``kind``: f32, f16, bf16, q8_0 or q4_0; the checkpoint is one file of fp32."""
     import gguf
 
     settings = json.loads((folder / "config.json").read_text())
@@ -73,7 +74,10 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     writer.add_value_length(settings["head_dim"])
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
-    _add_words(writer, settings["vocab_size"], gguf.TokenType)
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, folder, gguf.TokenType)
+    else:
+        _add_words(writer, settings["vocab_size"], gguf.TokenType)
     quantised = getattr(gguf.GGMLQuantizationType, kind.upper())
     for name, numbers in gguf_tensors(folder).items():
         own = quantised if numbers.ndim > 1 and "gate_inp" not in name else gguf.GGMLQuantizationType.F32
@@ -94,3 +98,21 @@ def _add_words(writer: Any, vocab_size: int, kinds: Any) -> None:
     writer.add_eos_token_id(2)
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(False)
+
+
+def _add_tokenizer(writer: Any, folder: Path, kinds: Any) -> None:
+    """Byte-level BPE. llama.cpp knows how a text is cut before the merges by name only: here as Llama 3 does, which may
+    make a few other tokens of it."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    special = {entry["content"]: entry["id"] for entry in tokenizer["added_tokens"]}
+    by_id = {index: token for token, index in (tokenizer["model"]["vocab"] | special).items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    writer.add_token_list([by_id[index] for index in range(len(by_id))])
+    writer.add_token_types([kinds.CONTROL if by_id[index] in special else kinds.NORMAL for index in range(len(by_id))])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(special[settings["bos_token"]])
+    writer.add_eos_token_id(special[settings["eos_token"]])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(settings["chat_template"])
