@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from statistics import mean
-from time import perf_counter
+from time import perf_counter, time_ns
 from typing import Any
 
 from benchmarks.machine import ceilings, report
@@ -91,12 +91,15 @@ def tool_outputs(num_turns: int, num_lines: int, seed: int) -> list[str]:
     return texts
 
 
-def play(url: str, model: str, said: Sequence[str], answer_tokens: int) -> list[dict[str, Any]]:
-    """One transcript; by turn seconds to the first token and to the last, and what ``usage`` says."""
+def play(url: str, model: str, said: Sequence[str], answer_tokens: int, session: int) -> list[dict[str, Any]]:
+    """One transcript; by turn seconds to the first token and to the last, and what ``usage`` says.
+
+    The prompt begins with the session, so that no server has it from an earlier one.
+    """
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="none", timeout=3600, max_retries=0)
-    system = "You are a coding agent. Your tools: " + json.dumps(TOOLS)
+    system = f"Session {session}. You are a coding agent. Your tools: {json.dumps(TOOLS)}"
     messages: list[Any] = [{"role": "system", "content": system}]
     turns = []
     for text in said:
@@ -143,19 +146,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     options = ["--budget", str(args.slots), "--max-rows", "2", "--no-page", "--weights", args.weights]
     peers = dict(text.split("=", 1) for text in args.peer)
     found: dict[str, list[dict[str, Any]]] = {}
+    began = time_ns() // 10**9 * 100
     with checkpoint(args.checkpoint, args.layers) as folder, tempfile.TemporaryDirectory() as logs:
 
-        def add(side: str, url: str, model: str, texts: Sequence[str]) -> None:
-            play(url, model, tool_outputs(1, 8, 99), 4)  # touches what is new
-            found.setdefault(side, []).append(summary(play(url, model, texts, args.answer)))
+        def add(side: str, url: str, model: str, number: int) -> None:
+            play(url, model, tool_outputs(1, 8, 99), 4, began + 99 - number)  # touches what is new
+            found.setdefault(side, []).append(summary(play(url, model, said[number], args.answer, began + number)))
             print(side, found[side][-1]["total_s"], flush=True)
 
-        for number, texts in enumerate(said):  # side by side, so that all meet the same machine
+        for number in range(args.rounds):  # side by side, so that all meet the same machine
             for side, size in {"store": "4GiB", "no_store": "0"}.items():
                 with served([str(folder), *options, "--prefix-store", size], Path(logs) / f"{side}{number}") as server:
-                    add(side, f"{server.url}/v1", folder.name, texts)
+                    add(side, f"{server.url}/v1", folder.name, number)
             for name, url in peers.items():
-                add(name, url, args.peer_model or str(folder), texts)
+                add(name, url, args.peer_model or str(folder), number)
     totals = {side: mean(run["total_s"] for run in runs) for side, runs in found.items()}
     return {
         "model": f"random Qwen3 of 100M, {args.weights}, tokenizer of the tiny model", "layers": args.layers,
