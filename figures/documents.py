@@ -31,7 +31,11 @@ PLOTS = DOCS / "figures"
 PUBLISHED = published_plan.TABLES | published_scale.TABLES
 SECTION = re.compile(r"(<!-- figures: ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAMES = {overview.NAME, *evals.NAMES, *benchmarks.TABLES, *PUBLISHED}
-DRAWN = {overview.NAME: overview.svg, **{name: plot.svg for name, plot in plots.PLOTS.items()}}
+DRAWN = {
+    overview.NAME: overview.svg,
+    overview.TURNS_NAME: overview.turns_svg,
+    **{name: plot.svg for name, plot in plots.PLOTS.items()},
+}
 
 
 def section(name: str, document: Path) -> str:

@@ -1,8 +1,10 @@
-"""The plot of README.md: decode speed and accuracy against the budget, side by side."""
+"""The plots that are not of one evaluation: README.md's decode speed and accuracy, and the turns of an agent."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 
 from benchmarks import tables as speed
 from evals import plots as accuracy
@@ -46,3 +48,22 @@ def section(document: Path, plot_folder: Path) -> str:
     asked = f"the tiny model that ships, prompts of {found[0]['settings']['prompt_len']:,} tokens"
     right = f"{asked}; {cells.devices(found)}; `python -m evals.run`; [records]({link(folder, document)})"
     return f"{image}\n\n<sub>Left: {left}. Right: {right}.</sub>\n"
+
+
+TURNS_NAME = "agent_turns"
+COLOURS = ("#000000", "#999999", "#c03030", "#3060c0", "#308030")
+
+
+def turns_svg() -> str:
+    """Seconds until the end of each turn of an agent's transcript, a line per server; ValueError if not measured."""
+    figures = speed.newest("agent_turns")[1]["figures"]
+    names = {"store": "snapstream", "no_store": "snapstream, no store"}
+    lines = []
+    for (side, runs), colour in zip(figures["sides"].items(), COLOURS, strict=False):
+        ends = accumulate(mean(run["turns"][turn]["total_s"] for run in runs) for turn in range(figures["turns"]))
+        points = [(float(turn), end, 0.0) for turn, end in enumerate(ends)]
+        lines.append(Line(name=names.get(side, side), colour=colour, points=points))
+    ticks = [str(turn + 1) for turn in range(figures["turns"])]
+    top = 1.05 * max(line.points[-1][1] for line in lines)
+    title = "Seconds until the end of a turn"
+    return chart([Panel(title=title, ticks=ticks, lines=lines, x_label="turn", top=top)], columns=1, panel_width=5.0)
