@@ -95,6 +95,7 @@ def plan(
 ) -> None:
     from snapstream.config.values import parse_bandwidth, parse_bytes, parse_flops
     from snapstream.models.registry import read_model_config
+    from snapstream.plan.fit import with_speculator
     from snapstream.plan.plan import Device, Here, make_plan
     from snapstream.startup.measure import check_device, device_memory
 
@@ -105,7 +106,7 @@ def plan(
     memory, bandwidth = flags.memory or "80GiB", flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
     result = make_plan(
         read_model_config(local_folder(config, config_only=True)),
-        engine,
+        with_speculator(engine, config_only=True),
         budgets=flags.budget,
         prompt_len=flags.prompt_len,
         gpu=Device(

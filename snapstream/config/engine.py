@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 from snapstream.config.kv import (
     DEFAULT_SELECTOR,
@@ -22,7 +22,7 @@ from snapstream.config.kv import (
     as_head_profile,
     make_selector,
 )
-from snapstream.config.model import ActivationOption, WeightFormats, WeightsOption
+from snapstream.config.model import ActivationOption, ModelConfig, WeightFormats, WeightsOption
 from snapstream.config.values import (
     DTYPE_BYTES,
     DType,
@@ -260,6 +260,28 @@ EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of devic
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speculator:
+    """The draft model of speculative decoding."""
+
+    MOST_SLOTS: ClassVar[int] = 1024  # of a row: its last tokens
+
+    folder: str  # or GGUF file
+    model: ModelConfig
+    formats: WeightFormats
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of a row; no sliding window is smaller, so that none wraps around."""
+        windows = [window for window in self.model.windows or () if window is not None]
+        return min([self.MOST_SLOTS, self.model.max_position, *windows])
+
+    @property
+    def num_read(self) -> int:
+        """Tokens that are read into a row when it begins, or is full."""
+        return max(self.num_slots // 2, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Settings):
     """What scheduler and runner share. Lengths in tokens."""
 
@@ -274,6 +296,7 @@ class EngineConfig(Settings):
     device: str = "cpu"
     executor: str = "eager"  # of EXECUTORS
     num_speculative_tokens: int = 0  # drafted per row and step, at most
+    speculator: Speculator | None = None  # drafts where prompt lookup finds nothing
     weights: WeightFormats | None = None  # formats of the matrices; None: in dtype
     reserved_bytes: int = 0  # of the device's memory, for a draft
     prefix_store: PrefixStoreConfig | None = None
@@ -449,6 +472,13 @@ class EngineOptions(Settings):
         metavar="N|auto",
         parse=_count_or("auto"),
     )
+    speculative_model: str | Speculator | None = setting(
+        None,
+        "Small model with the same vocabulary (folder, GGUF file or hub id) that drafts tokens where prompt lookup "
+        "finds none; answers stay the same. Default: none.",
+        metavar="MODEL",
+        parse=str,
+    )
     prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
     tensor_parallel: int = setting(1, "Ranks that compute every step together, each with a part of the model.")
     attention: SplitAttention = setting(
@@ -487,6 +517,13 @@ class EngineOptions(Settings):
             object.__setattr__(self, "prefix_dir", str(as_path("prefix_dir", self.prefix_dir)))
             check(
                 self.prefix_store is not None, f"prefix_dir is {self.prefix_dir!r}; it needs a prefix_store in memory"
+            )
+        if self.speculative_model is not None and not isinstance(self.speculative_model, Speculator):
+            path = as_path("speculative_model", self.speculative_model)
+            object.__setattr__(self, "speculative_model", str(path))
+            check(
+                self.num_speculative_tokens != 0,
+                f"speculative_model is {str(path)!r}, and num_speculative_tokens is 0; leave one of them out",
             )
         check_budget(self.budget)
         set_counts(self, tensor_parallel=1, local_ranks=0)

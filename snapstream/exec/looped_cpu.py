@@ -246,8 +246,8 @@ class LoopedDecode:
     A step is a RuntimeError where another rank has gone.
     """
 
-    def __init__(self, parts: StepParts, num_threads: int | None = None) -> None:
-        """``num_threads`` is torch's unless given."""
+    def __init__(self, parts: StepParts, pool: ThreadPool | None = None) -> None:
+        """``pool``: one with torch's number of threads unless given; steps of one pool must not overlap."""
         config = parts.config
         problem = why_not_looped_cpu(parts.decoder.config, dtype=config.dtype, device=config.device)
         problem = problem or why_not_looped_ranks(config.parallel)
@@ -255,7 +255,7 @@ class LoopedDecode:
             raise ValueError(f"executor 'looped': {problem}")
         self._max_batch, vocab_size = max_batch(config), parts.decoder.config.vocab_size
         library = panels_of(parts.decoder, "o").library
-        self.pool = ThreadPool(library, num_threads or torch.get_num_threads())
+        self.pool = pool or ThreadPool(library, torch.get_num_threads())
         model, rows = model_of(parts.decoder), _rows(parts)
         floats = workspace_floats(self.pool, model, rows, self._max_batch)
         ranks, shared = None, None
@@ -309,16 +309,24 @@ class LoopedDecode:
     def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
         """See ``speculation.Verifier``."""
         tokens = torch.empty_like(batch.rows) if needs == _GREEDY else None
-        step = self._step
-        step.ahead, step.inputs = address(batch.ahead), address(batch.inputs)
-        self._run(batch.rows, tokens)
-        step.ahead, step.inputs = None, None
+        self._run_batch(batch, tokens)
         if tokens is not None:
             accepted = tokens != REJECTED
             nums = torch.zeros(len(batch.starts), dtype=torch.int64)
             nums.index_add_(0, (batch.ahead == 0).cumsum(0) - 1, accepted.to(torch.int64))
             return Sampled(tokens[accepted]), nums.tolist()
         return self._draw_in_turn(batch, needs)
+
+    def feed(self, batch: DraftBatch) -> Tensor:
+        """Feed all entries; logits after each ``[B, V]``, overwritten by the next step. Rows are not advanced."""
+        self._run_batch(batch, None)
+        return self._logits[: len(batch.rows)]
+
+    def _run_batch(self, batch: DraftBatch, tokens: Tensor | None) -> None:
+        step = self._step
+        step.ahead, step.inputs = address(batch.ahead), address(batch.inputs)
+        self._run(batch.rows, tokens)
+        step.ahead, step.inputs = None, None
 
     def _draw_in_turn(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
         """Sample the first entry of every row, then the second of those whose draft was right, and so on: what a token

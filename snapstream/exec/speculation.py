@@ -1,10 +1,10 @@
-"""Speculative decoding by prompt lookup: tokens that repeat earlier text are drafted, and verified in one wider step.
+"""Speculative decoding: tokens that repeat earlier text, or that a small model expects, are verified in one wider step.
 
 A draft continues the last earlier occurrence of a row's last tokens, in its prompt or its answer (prompt lookup,
-Saxena 2023). The step feeds the row's last token and the drafted ones as entries of one batch; entry i sees exactly the
-slots that it would see alone, so its logits are the same bits (products are batch-invariant). A drafted token is
-accepted if the sampler draws it, which is a function of logits, seed and count alone: answers are the same with and
-without drafts, greedy or sampled.
+Saxena 2023); where there is none, a draft model may give one (``draft_model.py``). The step feeds the row's last token
+and the drafted ones as entries of one batch; entry i sees exactly the slots that it would see alone, so its logits are
+the same bits (products are batch-invariant). A drafted token is accepted if the sampler draws it, which is a function
+of logits, seed and count alone: answers are the same with and without drafts, greedy or sampled.
 
 Slots of rejected tokens beyond a row's length are never read. Those that overwrote a slot of a full ring are restored.
 """
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ MAX_PAUSE = 64  # steps in which a row without accepted drafts is not looked up
 MANY_EMPTY, EMPTY_PAUSE = 16, 3  # lookups in a row that find nothing; then so many steps between two
 _DECAY = 0.9  # of what is known of acceptance and of times, per token and per step
 _PRIOR_SLOPE = 0.1  # a drafted token's share of the time of a step, before it is measured
+_PRIOR_RATE = 0.7  # share of drafted tokens that are accepted, before any was verified
+LEAST_WAIT, MOST_WAIT = 32, 512  # steps in which a draft model that does not pay is not asked
 
 
 class DraftBatch(NamedTuple):
@@ -59,6 +62,20 @@ class VerifyingStep(DecodeStep, Verifier, Protocol):
     """A ``DecodeStep`` that is a ``Verifier``."""
 
 
+class Drafter(Protocol):
+    """Drafts tokens for rows by what they hold so far."""
+
+    seconds: float  # of a draft of one token for every row; 0: not measured
+
+    def forget(self, row: int) -> None:
+        """The row has a new owner."""
+        ...
+
+    def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
+        """For each row, its tokens and a count >= 1: so many drafted tokens."""
+        ...
+
+
 class History:
     """Token ids of one row, and its lookups: there, and in a text that its answer may repeat (``prediction``)."""
 
@@ -75,6 +92,10 @@ class History:
     @property
     def token_ids(self) -> list[int]:
         return [int(token) for token in self._ids[self._start : self._end]]
+
+    def since(self, start: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Token ids from index ``start`` on, a view."""
+        return self._ids[self._start + start : self._end]
 
     def append(self, token: int) -> None:
         if self._end == len(self._ids):
@@ -109,10 +130,14 @@ class _Row:
     num_left: int  # tokens that max_tokens allows
     num_safe: int  # tokens that fit every layer's slots without overwriting one
     most: int  # drafted tokens per step
-    rate: float = 0.7  # share of drafted tokens that were accepted, of those that could be
+    rate: float = _PRIOR_RATE  # share of drafted tokens that were accepted, of those that could be
     num_missed: int = 0  # drafts in a row of which nothing was accepted
     num_empty: int = 0  # lookups in a row that found nothing
     pause: int = 0  # steps until the next lookup
+    model_rate: float = _PRIOR_RATE  # as ``rate``, of the draft model's tokens
+    model_pause: int = 0  # steps until the draft model is asked again
+    model_wait: int = LEAST_WAIT  # the next such pause
+    num_asked: int = 0  # steps in a row in which it was asked
 
 
 class StepTimes:
@@ -127,6 +152,11 @@ class StepTimes:
             weight * _DECAY + 1.0, n * _DECAY + entries, t * _DECAY + seconds, nn * _DECAY + entries * entries,
             nt * _DECAY + entries * seconds,
         )  # fmt: skip
+
+    def steps(self, seconds: float) -> float:
+        """So much time in steps; by the prior before one was measured."""
+        weight, _, t, _, _ = self._sums
+        return seconds * weight / t if t > 0.0 and seconds > 0.0 else _PRIOR_SLOPE
 
     def cost(self, entries: int) -> float:
         """Of one more entry, in steps of so many."""
@@ -148,6 +178,7 @@ class Speculation:
     parts: StepParts
     decode: VerifyingStep
     most: int  # drafted tokens per row and step
+    drafter: Drafter | None = None  # where prompt lookup finds nothing
 
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -165,6 +196,8 @@ class Speculation:
     def admit(self, entry: PrefillEntry) -> None:
         """The entry's rows hold its prompt, and their first tokens are drawn."""
         for row in entry.rows:
+            if self.drafter is not None:
+                self.drafter.forget(row)
             self._rows[row] = _Row(
                 History(entry.token_ids, entry.sampling.prediction),
                 num_left=entry.sampling.max_tokens,
@@ -183,6 +216,9 @@ class Speculation:
             row.history.append(token)
             row.num_left -= 1
         drafts = self._drafts(own)
+        asked: set[int] = set()
+        if self.drafter is not None:
+            asked = self._ask(self.drafter, rows, own, drafts)
         began = perf_counter()
         if not any(drafts):
             sampled = self.decode.step(batch_rows, needs)
@@ -194,8 +230,8 @@ class Speculation:
         if backup is not None:
             backup.restore(batch, counts)
         self._times.add(len(batch.rows), perf_counter() - began)
-        for row, draft, count in zip(own, drafts, counts, strict=True):
-            _learn(row, draft, count)
+        for index, (row, draft, count) in enumerate(zip(own, drafts, counts, strict=True)):
+            _learn(row, draft, count, is_model=index in asked)
         return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
 
     def _drafts(self, rows: Sequence[_Row]) -> list[list[int]]:
@@ -207,10 +243,7 @@ class Speculation:
             if row.pause > 0:
                 row.pause -= 1
             elif row.most > 0:
-                most = min(row.most, row.num_left - 1)
-                if self.parts.cache.spec.values_are_keys:  # latents are written before any entry attends
-                    most = min(most, row.num_safe - row.history.num_tokens)
-                draft = row.history.draft(most)
+                draft = row.history.draft(self._most(row))
                 row.num_empty = 0 if draft else row.num_empty + 1
                 row.pause = EMPTY_PAUSE if row.num_empty >= MANY_EMPTY else 0
             found.append(draft)
@@ -227,6 +260,52 @@ class Speculation:
             expected += value
         return [draft[:count] for draft, count in zip(found, counts, strict=True)]
 
+    def _most(self, row: _Row) -> int:
+        """Tokens that may be drafted for a row now."""
+        most = min(row.most, row.num_left - 1)
+        if self.parts.cache.spec.values_are_keys:  # latents are written before any entry attends
+            most = min(most, row.num_safe - row.history.num_tokens)
+        return max(most, 0)
+
+    def _ask(self, drafter: Drafter, numbers: Sequence[int], rows: Sequence[_Row], drafts: list[list[int]]) -> set[int]:
+        """Let the draft model fill in ``drafts`` that lookup left empty; the indices of those rows.
+
+        All of them together get the depth that gives the most expected tokens per second, the time of drafting
+        included; rows for which that is 0 are left out for a while, and then tried as if they were new.
+        """
+        limits = {}
+        for index, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            if row.model_pause > 0:
+                row.model_pause -= 1
+                row.model_rate = row.model_rate if row.model_pause else _PRIOR_RATE
+            elif not draft and (limit := self._most(row)):
+                limits[index] = limit
+        if not limits:
+            return set()
+        cost, step = self._times.cost(len(rows)), self._times.steps(drafter.seconds)  # both in steps
+        room = MAX_DRAFTED - sum(len(draft) for draft in drafts)
+        best, fastest = {index: 0 for index in limits}, float(len(rows))
+        counts, expected = dict(best), float(len(rows))
+        for depth in range(1, self.most + 1):
+            deeper = [index for index, limit in limits.items() if limit >= depth][: max(room - sum(counts.values()), 0)]
+            if not deeper:
+                break
+            for index in deeper:
+                counts[index] = depth
+                expected += rows[index].model_rate ** depth
+            speed = expected / (1.0 + cost * sum(counts.values()) + step * depth)
+            if speed > fastest:
+                best, fastest = dict(counts), speed
+        for index, count in best.items():
+            _wait(rows[index], count)
+        asked = {index: count for index, count in best.items() if count}
+        if asked:
+            found = drafter.draft([(numbers[index], rows[index].history, count) for index, count in asked.items()])
+            vocab = self.parts.decoder.config.vocab_size
+            for index, draft in zip(asked, found, strict=True):
+                drafts[index] = list(takewhile(lambda token: token < vocab, draft))
+        return set(asked)
+
     def _backup(self, batch: DraftBatch, rows: Sequence[_Row]) -> SlotBackup | None:
         """Contents of the slots that drafted tokens are written to, if any of these slots is in use."""
         ends = (*batch.starts[1:], len(batch.rows))
@@ -236,7 +315,16 @@ class Speculation:
         return SlotBackup(self.parts, batch)
 
 
-def _learn(row: _Row, draft: list[int], count: int) -> None:
+def _wait(row: _Row, count: int) -> None:
+    """The draft model is asked for ``count`` tokens of a row; after none it is not asked for ever longer."""
+    row.num_asked = row.num_asked + 1 if count else 0
+    if row.num_asked >= LEAST_WAIT:
+        row.model_wait = LEAST_WAIT
+    if not count:
+        row.model_pause, row.model_wait = row.model_wait, min(2 * row.model_wait, MOST_WAIT)
+
+
+def _learn(row: _Row, draft: list[int], count: int, *, is_model: bool) -> None:
     """The step has accepted ``count - 1`` of a row's drafted tokens."""
     accepted = count - 1
     for token in draft[:accepted]:
@@ -244,7 +332,12 @@ def _learn(row: _Row, draft: list[int], count: int) -> None:
     row.num_left -= accepted
     if not draft:
         return
-    for is_right in (*[1.0] * accepted, *[0.0] * (accepted < len(draft))):
+    results = (*[1.0] * accepted, *[0.0] * (accepted < len(draft)))
+    if is_model:
+        for is_right in results:
+            row.model_rate = _DECAY * row.model_rate + (1.0 - _DECAY) * is_right
+        return
+    for is_right in results:
         row.rate = _DECAY * row.rate + (1.0 - _DECAY) * is_right
     if accepted:
         row.num_missed = 0

@@ -26,11 +26,12 @@ from snapstream.config import (
     make_selector,
     row_formats,
 )
-from snapstream.config.engine import SPECULATIVE_TOKENS
+from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
 from snapstream.config.kv import HeadProfile, HeadSlots
 from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
-from snapstream.exec.looped import why_not_rounded_inputs
-from snapstream.models.registry import kv_spec_of
+from snapstream.exec.looped import why_not_looped_cpu, why_not_rounded_inputs
+from snapstream.models.hub import local_folder
+from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
 from snapstream.plan.memory import EngineMemory, chunk_bytes, engine_memory, split_heads, store_token_bytes
 
@@ -231,16 +232,36 @@ def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
             raise ValueError(f"{what}; {model.architecture} has recurrent layers, which do not support it")
 
 
+def with_speculator(options: EngineOptions, *, config_only: bool = False) -> EngineOptions:
+    """The options with the config of their draft model, if they name one. ValueError where it cannot be read."""
+    if options.speculative_model is None or isinstance(options.speculative_model, Speculator):
+        return options
+    folder = local_folder(options.speculative_model, config_only=config_only)
+    model = read_model_config(folder)
+    formats = weight_formats(model, replace(options, activations="dtype"), device="cpu")
+    return replace(options, speculative_model=Speculator(folder=str(folder), model=model, formats=formats))
+
+
+def _why_not_speculator(model: ModelConfig) -> str | None:
+    if model.recurrent_layers:
+        return f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
+    return why_not_looped_cpu(model, dtype="float32", device="cpu")
+
+
 def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOptions) -> EngineConfig:
     """With as many drafted tokens as the user or the default wants; ValueError where the engine cannot verify any."""
+    speculator = options.speculative_model
     wanted, problem = options.num_speculative_tokens, why_not_speculative(config)
     if problem is None and model.recurrent_layers:
         problem = f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
+    if isinstance(speculator, Speculator) and (reason := problem or _why_not_speculator(speculator.model)) is not None:
+        raise ValueError(f"speculative_model is {speculator.folder!r}: {reason}")
     if wanted == "auto":
         wanted = SPECULATIVE_TOKENS if problem is None else 0
     elif wanted and problem is not None:
         raise ValueError(f"num_speculative_tokens is {wanted}: {problem}; leave it out")
-    return replace(config, num_speculative_tokens=wanted)
+    assert not isinstance(speculator, str), "options come from with_speculator"
+    return replace(config, num_speculative_tokens=wanted, speculator=speculator)
 
 
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:

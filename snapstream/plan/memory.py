@@ -19,7 +19,7 @@ from snapstream.config import (
     ParallelConfig,
     Selector,
 )
-from snapstream.config.engine import SNAPSHOT_LEN
+from snapstream.config.engine import SNAPSHOT_LEN, SPECULATIVE_TOKENS, Speculator
 from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import executor_of, mlp_size
@@ -184,6 +184,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     )
     executor = executor_of(config.executor, config.device)
     kind = config.device.partition(":")[0]
+    draft = None if config.speculator is None else speculator_memory(config.speculator, config.max_rows)
     return EngineMemory(
         weight_bytes=weight_bytes(stored, config.dtype, config.weights),
         dequantized_bytes=dequantized_bytes(stored, config.dtype, config.weights) if executor.dequantizes else 0,
@@ -194,16 +195,55 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
             dequantizing_bytes(stored, config.dtype, config.weights, kind) if executor.dequantizes else 0,
         ),
         framework_bytes=executor.scratch_bytes(model, config) + (FRAMEWORK_BYTES if kind == "cuda" else 0),
-        row_bytes=spec.row_bytes(slots) + spec.reselection_bytes(config.reselection, capacity) + counted,
-        state_bytes=row_state_bytes(model.vocab_size),
-        batch_bytes=executor.batch_bytes(model, config),
+        row_bytes=spec.row_bytes(slots)
+        + spec.reselection_bytes(config.reselection, capacity)
+        + counted
+        + (draft.row_bytes if draft else 0),
+        state_bytes=row_state_bytes(model.vocab_size) + (draft.state_bytes if draft else 0),
+        batch_bytes=executor.batch_bytes(model, config) + (draft.batch_bytes if draft else 0),
         max_rows=config.max_rows,
         query_bytes=prefill.query_bytes,
-        reserved_bytes=config.reserved_bytes,
+        reserved_bytes=config.reserved_bytes + (draft.fixed_bytes if draft else 0),
         bounce_bytes=bounce_bytes(model, config) if kind == "cuda" else 0,
         store_bytes=0 if kind == "cuda" else prefix_store_bytes(whole, config),
         dp_size=config.parallel.size if is_dp else 1,
     )
+
+
+def speculator_config(speculator: Speculator, max_rows: int) -> EngineConfig:
+    """Of the steps of a draft model of speculative decoding, for ``exec/draft_model.py``."""
+    slots, is_latent = speculator.num_slots, speculator.model.latent is not None
+    return EngineConfig(
+        budget=KVBudget.full(slots),
+        max_model_len=slots,
+        max_rows=max_rows,
+        executor="looped",
+        kv_dtype="auto" if is_latent else "int8",
+        num_speculative_tokens=SPECULATIVE_TOKENS,  # entries of a step, to feed what a row lacks
+        weights=speculator.formats,
+        staging_tokens=speculator.num_read,
+        short_reserve=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculatorMemory:
+    """Bytes of a draft model of speculative decoding; ``fixed_bytes`` has no padding row."""
+
+    fixed_bytes: int
+    row_bytes: int
+    state_bytes: int
+    batch_bytes: int
+
+
+def speculator_memory(speculator: Speculator, max_rows: int) -> SpeculatorMemory:
+    """As ``EngineMemory`` counts them, for as many rows as the engine has."""
+    memory = engine_memory(speculator.model, speculator_config(speculator, max_rows))
+    parts = memory.weight_bytes, memory.staging_bytes, memory.transient_bytes, memory.framework_bytes
+    return SpeculatorMemory(
+        fixed_bytes=sum(parts), row_bytes=memory.row_bytes, state_bytes=memory.state_bytes,
+        batch_bytes=memory.batch_bytes,
+    )  # fmt: skip
 
 
 def split_heads(parallel: ParallelConfig) -> ParallelConfig:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from snapstream.config import DType, EngineConfig, ModelConfig
+from snapstream.config.engine import Speculator
 from snapstream.config.kv import HeadSlots
 from snapstream.disaggregation.connector import TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.exec.executors import Executor, executor_of
 from snapstream.grammar import GrammarCompiler
 from snapstream.models.config_json import fingerprint
-from snapstream.plan.memory import DraftMemory, draft_memory, row_sizes
+from snapstream.plan.memory import DraftMemory, draft_memory, row_sizes, speculator_config
 from snapstream.startup.measure import latent_attention
 from snapstream.step import Runner
 from snapstream.version import __version__
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from snapstream.distributed.group import Group
     from snapstream.exec.eager import MakeDecode
-    from snapstream.exec.runner import MakeTier, ModelRunner
+    from snapstream.exec.runner import MakeDrafter, MakeTier, ModelRunner
     from snapstream.kernels.interface import Kernels
     from snapstream.models.checkpoint import LoadProgress
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -85,6 +86,7 @@ def build_runner(
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
     make_tier = _disk_tier(folder, config, 0)
+    make_drafter = None if config.speculator is None else _drafter(folder, model, config, config.speculator, progress)
     executor = executor_of(config.executor, config.device) if make_decode is None else Executor(make=make_decode)
     decoder = Decoder.load(
         folder,
@@ -105,9 +107,50 @@ def build_runner(
         grammars,
         make_decode=make_decode,
         make_tier=make_tier,
+        make_drafter=make_drafter,
         on_unit=on_unit,
         progress=progress is True,
     )
+
+
+def _drafter(
+    folder: Path, model: ModelConfig, config: EngineConfig, speculator: Speculator, progress: LoadProgress
+) -> MakeDrafter:
+    """Loads the draft model; ValueError unless it has the vocabulary of the model in ``folder``."""
+    from snapstream.exec.draft_model import DraftModel
+    from snapstream.models.decoder import Decoder
+
+    _check_vocabulary(folder, model, speculator)
+    own = speculator_config(speculator, config.max_rows)
+    decoder = Decoder.load(
+        Path(speculator.folder),
+        speculator.model,
+        own.dtype,
+        own.device,
+        progress=progress,
+        formats=own.weights,
+        make=executor_of(own.executor, own.device).storage(own),
+    )
+    return lambda target: DraftModel(decoder, own, target)
+
+
+def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator) -> None:
+    """ValueError unless the token ids of both models mean the same; without tokenizers, unless they are as many."""
+    from snapstream.models.tokenizer import find_tokenizer
+
+    found, other = find_tokenizer(folder), find_tokenizer(Path(speculator.folder))
+    if found is None or other is None:
+        sizes, num_same = (model.vocab_size, speculator.model.vocab_size), 0
+        is_same = sizes[0] == sizes[1]
+    else:
+        words, draft_words = found.get_vocab(), other.get_vocab()  # weights may have more rows, as padding
+        sizes, num_same = (len(words), len(draft_words)), len(words.items() & draft_words.items())
+        is_same = words == draft_words
+    if not is_same:
+        raise ValueError(
+            f"speculative_model is {speculator.folder!r}, with {sizes[1]} tokens, of which {num_same} are those of "
+            f"{folder}, which has {sizes[0]}: a draft model needs the same vocabulary"
+        )
 
 
 def build_random(seed: int) -> MakeRunner:

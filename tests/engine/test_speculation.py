@@ -1,4 +1,4 @@
-"""Speculative decoding by prompt lookup: answers are those without drafts, whatever an engine serves."""
+"""Speculative decoding by prompt lookup and by a draft model: answers are those without, whatever an engine serves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
-from snapstream.assets import TINY_MODEL
-from snapstream.exec import speculation
+from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
+from snapstream.config.engine import Speculator
+from snapstream.exec import draft_model, speculation
+from snapstream.exec.draft_model import DraftModel
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.speculation import MIN_MATCH, DraftBatch, History, Speculation, StepTimes
 from snapstream.kernels.cpu.looped.build import find_compiler
@@ -225,6 +227,142 @@ def test_an_aborted_row_drafts_for_its_next_owner() -> None:
 def test_what_cannot_be_verified_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=f"num_speculative_tokens is 4: .*{reason}"):
         LLM(TINY_MODEL, num_speculative_tokens=4, progress=False, **settings)
+
+
+@pytest.fixture
+def no_lookup(monkeypatch: pytest.MonkeyPatch, costless: None) -> None:
+    """Only the draft model drafts, and always pays."""
+    monkeypatch.setattr(History, "draft", lambda history, most: [])
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds: 0.0)
+
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "itself": {},
+    "another": {"head_dim": 32, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("no_lookup")
+@pytest.mark.parametrize("max_rows", [1, 16, 17])
+@pytest.mark.parametrize("draft", [*DRAFTS, "latents", "windows"])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3"])
+def test_a_draft_model_changes_no_answer(
+    name: str, draft: str, max_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its rows are full again and again, and where it falls behind more than a step takes."""
+    monkeypatch.setattr(Speculator, "MOST_SLOTS", 48)
+    monkeypatch.setattr(draft_model, "MOST_FED", 21)
+    folder, random = save(make_model(name), tmp_path / "target"), Random(f"{name} {draft} {max_rows}")
+    own = {"latents": make_model("deepseek-v3", q_lora_rank=None), "windows": make_model("mistral-window")}.get(draft)
+    other = save(own if own is not None else make_model("qwen3", **DRAFTS[draft]), tmp_path / "draft")
+    prompts = [repeating(random, random.choice([1, 4, 30, 33, 90, 150])) for _ in range(9 if max_rows == 1 else 20)]
+    params = [draw_params(random) for _ in prompts]
+    if max_rows == 1:
+        params = [replace(own, n=1) for own in params]
+    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "max_rows": max_rows}
+    if name == "deepseek-v3":
+        settings["max_rows"] = max(max_rows, 28) if max_rows > 1 else 1
+    want, _, _ = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, speculative_model=other, **settings)
+    assert got == want
+    assert num_drafted > num_accepted and num_drafted > (20 if name == "qwen3" else 1)  # full rows of latents draft none
+
+
+@needs_compiler
+@pytest.mark.usefixtures("no_lookup")
+def test_a_draft_model_that_is_the_model_is_nearly_always_right() -> None:
+    """Its rows are in int8; its context is whole, so nothing else differs."""
+    params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+    random = Random(2)
+    prompts = [[random.randrange(6, 4000) for _ in range(size)] for size in (1, 30, 400)]
+    with LLM(TINY_MODEL, budget="full", max_model_len=512, speculative_model=TINY_MODEL, progress=False) as llm:
+        outputs = llm.generate(prompts, params)
+    for output in outputs:
+        assert output.timings.drafted_tokens > 60
+        assert output.timings.accepted_tokens > 0.9 * output.timings.drafted_tokens
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_lookup_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds: 0.0)
+    asked: list[int] = []
+    ask = DraftModel.draft
+
+    def counted(self: DraftModel, wanted: Any) -> list[list[int]]:
+        asked.extend(row for row, _, _ in wanted)
+        return ask(self, wanted)
+
+    monkeypatch.setattr(DraftModel, "draft", counted)
+    params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    with LLM(TINY_MODEL, speculative_model=TINY_MODEL, progress=False) as llm:
+        (text,) = llm.generate([[9, 8, 7]], params)
+        num_fresh = len(asked)
+        asked.clear()
+        (again,) = llm.generate([[9, 8, 7]], replace(params, prediction=text.token_ids))
+    assert again.token_ids == text.token_ids
+    assert len(asked) < num_fresh and again.timings.accepted_tokens > 15
+
+
+class Wrong:
+    """A drafter that is never right and takes as long as a step."""
+
+    def __init__(self) -> None:
+        self.seconds, self.num_asked = 1.0, 0
+
+    def forget(self, row: int) -> None: ...
+
+    def draft(self, wanted: Any) -> list[list[int]]:
+        self.num_asked += 1
+        return [[3] * count for _, _, count in wanted]
+
+
+@needs_compiler
+def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(History, "draft", lambda history, most: [])
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.05)
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds: 0.2)
+    with LLM(TINY_MODEL, progress=False) as llm:
+        runner, drafter = llm.engine.runner, Wrong()
+        own = Speculation(runner.step_parts, NeverRight(), 8, drafter)  # type: ignore[arg-type]
+        from snapstream.step import PrefillEntry
+
+        entry = PrefillEntry(
+            request_id="r", token_ids=(1, 2, 9), rows=(0,), seeds=(0,), budget=llm.config.budget,
+            sampling=SamplingParams(max_tokens=5000, temperature=0.0), selector=llm.config.selector,
+        )  # fmt: skip
+        own.admit(entry)
+        runner.rows.last_token[0] = 1
+        for _ in range(2000):
+            own.step((0,), torch.tensor([0]), None)  # type: ignore[arg-type]
+    assert 5 < drafter.num_asked < 80
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"executor": "eager"}, "executor 'eager' on cpu verifies no drafted tokens"),
+        ({"tensor_parallel": 2}, "several ranks"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
+        ({"speculative_model": "/nowhere"}, "/nowhere"),
+    ],
+)
+def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        LLM(TINY_MODEL, progress=False, **{"speculative_model": TINY_MODEL} | settings)
+
+
+@needs_compiler
+def test_a_draft_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    hybrid = save(make_model("lfm2"), tmp_path / "hybrid")
+    with pytest.raises(ValueError, match=f"speculative_model is '{hybrid}': Lfm2ForCausalLM has recurrent layers"):
+        LLM(TINY_MODEL, speculative_model=hybrid, progress=False)
+    small = save(make_model("qwen3"), tmp_path / "small")
+    with pytest.raises(ValueError, match=f"with {VOCAB} tokens, of which 0 are those .*: a draft model needs the same"):
+        LLM(TINY_MODEL, speculative_model=small, progress=False)
+    with pytest.raises(ValueError, match="tokens; .* are those of|with .* tokens, of which .*needs the same"):
+        LLM(TINY_MODEL, speculative_model=TINY_DRAFT_MODEL, progress=False)
 
 
 class TestHistory:

@@ -7,19 +7,23 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import EngineConfig, KVBudget, WeightFormats
+from snapstream.config import EngineConfig, KVBudget, ModelConfig, WeightFormats
+from snapstream.config.engine import Speculator
 from snapstream.config.values import num_cores
+from snapstream.exec.draft_model import DraftModel
 from snapstream.exec.looped import MAX_DRAFTED, NATIVE_SAMPLING_BYTES, looped_workspace
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.exec.speculation import History
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kernels.cpu.looped.library import load
 from snapstream.models.decoder import Decoder
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
+from snapstream.models.sharding import weight_bytes
 from snapstream.models.weights import DecoderWeights
-from snapstream.plan.memory import engine_memory
+from snapstream.plan.memory import engine_memory, speculator_config, speculator_memory
 from tests.live import LiveBytes
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
@@ -81,6 +85,38 @@ def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None
     assert memory.batch_bytes == here.entry_bytes + model.vocab_size * NATIVE_SAMPLING_BYTES
     slots = drafted * runner.cache.spec.token_bytes()  # copies of those that drafted tokens overwrite
     assert memory.framework_bytes == here.scratch_bytes + drafted * memory.batch_bytes + slots
+
+
+@pytest.mark.parametrize("name", ["dense", "four norms", "latents"])
+def test_a_draft_model_takes_what_the_plan_says(name: str) -> None:
+    """Rows, staging and workspace beside its weights, and then a draft for rows that are read and fed."""
+    target, draft = (model_config_from_dict(MODELS[own]) for own in ("dense", name))
+    formats = WeightFormats.of("float32")
+    speculator = Speculator(folder="draft", model=draft, formats=formats)
+    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=ROWS, executor="looped",
+                          num_speculative_tokens=8)  # fmt: skip
+    runner, decoder = (
+        (ModelRunner(Decoder(target, weights_of(target)), config)), Decoder(draft, weights_of(draft)),
+    )  # fmt: skip
+    history = History(range(8))
+    with LiveBytes("cpu") as live, torch.inference_mode():
+        own = DraftModel(decoder, speculator_config(speculator, ROWS), runner.decode)  # type: ignore[arg-type]
+        held = live.now
+        own.draft([(row, history, 4) for row in range(ROWS)])
+        peak = live.peak
+    runner.decode.close()  # type: ignore[attr-defined]
+    planned = speculator_memory(speculator, ROWS)
+    rows = (ROWS + 1) * (planned.row_bytes + planned.state_bytes) + ROWS * planned.batch_bytes
+    total = planned.fixed_bytes - weight_bytes(draft, "float32", formats) + rows
+    assert held <= peak <= total
+    transient = engine_memory(draft, speculator_config(speculator, ROWS)).transient_bytes  # of a longer prefill
+    assert held == pytest.approx(total - transient, rel=0.03)
+
+
+def weights_of(model: ModelConfig) -> DecoderWeights:
+    weights = DecoderWeights.empty(model, torch.float32, "cpu", None, make_panels(load()))
+    weights.fill_randomly(1)
+    return weights
 
 
 def test_native_draws_take_what_the_plan_says() -> None:
