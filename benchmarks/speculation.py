@@ -1,25 +1,37 @@
-"""Speculative decoding by prompt lookup beside plain decode: text that repeats and text that does not.
+"""Speculative decoding beside plain decode: prompt lookup in text that repeats and in text that does not, draft models.
 
 Weights are random, of the real shape, and answers are sampled. ``edit`` is given its own answer as a predicted output,
 with one token in twenty changed, as when a file is written again with small edits; ``fresh`` has nothing to repeat.
 Both must be the tokens of plain decode. Engines are alive together and take turns, so that a drifting machine favors
 none. ``speedup`` is the median over turns of tokens/s over those of plain decode.
 
+With ``--draft-model`` the target has layers of which only the first two change anything, at full cost: those two alone
+are a draft model that is nearly always right, and two other random layers one that is rarely right. Answers are greedy,
+and prompt lookup is off.
+
     python -m benchmarks.speculation --save
+    python -m benchmarks.speculation --draft-model --prompt-len 256 --max-tokens 384 --save
 """
 
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
+
+import torch
 
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.config.engine import SPECULATIVE_TOKENS
+from snapstream.exec.speculation import History
 from snapstream.llm import LLM
 from snapstream.types import RequestOutput, SamplingParams
 
@@ -69,6 +81,63 @@ def measure(width: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     return figure | {"edit_accepted_share": accepted / drafted if drafted else 0.0}
 
 
+VOCAB = 8192  # of --draft-model: so small that the layers are most of the weights, as in large models
+
+
+@contextmanager
+def draft_folders() -> Iterator[tuple[Path, Path, Path]]:
+    """Checkpoints of a target, a draft model that is right, and one that is wrong."""
+    from transformers import LlamaForCausalLM
+
+    with ExitStack() as stack:
+        folder = stack.enter_context(llama_folder(vocab_size=VOCAB))
+        wrong = stack.enter_context(llama_folder(vocab_size=VOCAB, num_hidden_layers=2, rope_theta=1000.0))
+        right = Path(stack.enter_context(TemporaryDirectory()))
+        model = LlamaForCausalLM.from_pretrained(folder)
+        with torch.no_grad():
+            for layer in model.model.layers[2:]:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+        model.save_pretrained(folder)
+        model.model.layers = model.model.layers[:2]
+        model.config.num_hidden_layers = 2
+        model.save_pretrained(right)
+        yield folder, right, wrong
+
+
+def measure_draft_models(width: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one width and batch."""
+    with ExitStack() as stack:
+        folder, right, wrong = stack.enter_context(draft_folders())
+        llms = {
+            arm: stack.enter_context(
+                LLM(folder, budget="full", max_rows=rows, max_model_len=args.prompt_len + args.max_tokens,
+                    weights=width, speculative_model=draft, num_speculative_tokens=SPECULATIVE_TOKENS if draft else 0,
+                    progress=False)
+            )
+            for arm, draft in (("plain", None), ("right", right), ("wrong", wrong))
+        }  # fmt: skip
+        prompts = [random_prompt(args.prompt_len, VOCAB, seed=row) for row in range(rows)]
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+        # Greedy answers of random weights repeat themselves, and lookup would draft them.
+        stack.enter_context(mock.patch.object(History, "draft", lambda history, most: []))
+        want = [output.token_ids for output in llms["plain"].generate(prompts, params)]
+        speeds: dict[str, list[float]] = {arm: [] for arm in llms}
+        counts = {arm: [0, 0] for arm in llms}
+        for _ in range(args.repeats):
+            for arm, llm in llms.items():
+                outputs = llm.generate(prompts, params)
+                assert [output.token_ids for output in outputs] == want, f"{arm} changed an answer"
+                speeds[arm].append(tokens_per_s(outputs))
+                counts[arm][0] += sum(output.timings.drafted_tokens for output in outputs)
+                counts[arm][1] += sum(output.timings.accepted_tokens for output in outputs)
+    figure: dict[str, Any] = {"weights": width, "rows": rows, "plain_tokens_per_s": median(speeds["plain"])}
+    for arm in ("right", "wrong"):
+        figure[f"{arm}_speedup"] = median(own / base for own, base in zip(speeds[arm], speeds["plain"], strict=True))
+        figure[f"{arm}_accepted_share"] = counts[arm][1] / counts[arm][0] if counts[arm][0] else 0.0
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-len", type=int, default=512)
@@ -76,15 +145,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--draft-model", action="store_true", help="draft models instead of prompt lookup")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
     figures = []
     for width in args.weights:
         for rows in args.rows:
-            figures.append(measure(width, rows, args))
+            figures.append((measure_draft_models if args.draft_model else measure)(width, rows, args))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures[-1].items()}, flush=True)
-    report("speculation", ceiling, {"model": "random Llama of 100M", "arms": figures}, save=args.save)
+    name, model = "speculation", "random Llama of 100M"
+    if args.draft_model:
+        name, model = "draft_model", f"random Llama of 12 layers, vocabulary of {VOCAB:,}, draft model of 2 layers"
+    report(name, ceiling, {"model": model, "arms": figures}, save=args.save)
 
 
 if __name__ == "__main__":

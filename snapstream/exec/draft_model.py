@@ -76,23 +76,28 @@ class DraftModel:
         self._attention = choose("auto", Case.of_model(device, decoder.dtype, decoder.shard))
         self._selector = make_selector()
         self._held: dict[int, _Held] = {}
-        self.seconds = 0.0  # of a draft of one token for every row; 0: not measured
+        self.seconds = self.read_seconds = 0.0
 
     def forget(self, row: int) -> None:
-        """The row has a new owner."""
         self._held.pop(row, None)
+
+    def holds(self, row: int) -> bool:
+        return row in self._held
 
     @torch.inference_mode()
     def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
         """For each row and its tokens so far, the ``count >= 1`` tokens that are likeliest to follow."""
-        began, is_read = perf_counter(), False
+        began, read_s = perf_counter(), 0.0
         first: dict[int, int] = {}
         behind: list[tuple[int, list[int]]] = []
         for row, history, count in wanted:
             held = self._held.get(row)
             missing = [] if held is None else held.confirm(history)
             if held is None or len(missing) > MOST_FED or held.end + len(missing) + count > held.start + self._capacity:
-                first[row], is_read = self._read(row, history), True
+                reads = perf_counter()
+                first[row] = self._read(row, history)
+                self.read_seconds = _mean(self.read_seconds, perf_counter() - reads)
+                read_s += perf_counter() - reads
             else:
                 self._rows.num_tokens[row] = self._rows.next_position[row] = held.end - held.start
                 held.end += len(missing)
@@ -108,9 +113,9 @@ class DraftModel:
                 drafts[index].append(token)
         for row, draft in zip(rows, drafts, strict=True):
             self._held[row].drafted = draft[:-1]  # the last is not fed
-        if not is_read:
-            seconds = (perf_counter() - began) / max(count for _, _, count in wanted)
-            self.seconds = _DECAY * self.seconds + (1.0 - _DECAY) * seconds if self.seconds else seconds
+        if behind:
+            depth = max(count for _, _, count in wanted)
+            self.seconds = _mean(self.seconds, (perf_counter() - began - read_s) / depth)
         return drafts
 
     def _known(self, tokens: list[int]) -> torch.Tensor:
@@ -156,3 +161,7 @@ class DraftModel:
                 self._rows.next_position[row] += len(tokens)
                 first[row] = best[start + len(tokens) - 1]
         return first
+
+
+def _mean(before: float, seconds: float) -> float:
+    return _DECAY * before + (1.0 - _DECAY) * seconds if before else seconds

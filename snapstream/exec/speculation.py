@@ -35,6 +35,7 @@ MANY_EMPTY, EMPTY_PAUSE = 16, 3  # lookups in a row that find nothing; then so m
 _DECAY = 0.9  # of what is known of acceptance and of times, per token and per step
 _PRIOR_SLOPE = 0.1  # a drafted token's share of the time of a step, before it is measured
 _PRIOR_RATE = 0.7  # share of drafted tokens that are accepted, before any was verified
+_READ_SHARE = 0.03  # of the time that is left of an answer, for reading its last tokens into the draft model
 LEAST_WAIT, MOST_WAIT = 32, 512  # steps in which a draft model that does not pay is not asked
 
 
@@ -66,9 +67,14 @@ class Drafter(Protocol):
     """Drafts tokens for rows by what they hold so far."""
 
     seconds: float  # of a draft of one token for every row; 0: not measured
+    read_seconds: float  # of what a row costs before its first draft; 0: not measured
 
     def forget(self, row: int) -> None:
         """The row has a new owner."""
+        ...
+
+    def holds(self, row: int) -> bool:
+        """Whether the row has had a draft."""
         ...
 
     def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
@@ -138,6 +144,7 @@ class _Row:
     model_pause: int = 0  # steps until the draft model is asked again
     model_wait: int = LEAST_WAIT  # the next such pause
     num_asked: int = 0  # steps in a row in which it was asked
+    num_verified: int = 0  # steps with its tokens, since the last pause
 
 
 class StepTimes:
@@ -153,22 +160,25 @@ class StepTimes:
             nt * _DECAY + entries * seconds,
         )  # fmt: skip
 
-    def steps(self, seconds: float) -> float:
-        """So much time in steps; by the prior before one was measured."""
-        weight, _, t, _, _ = self._sums
-        return seconds * weight / t if t > 0.0 and seconds > 0.0 else _PRIOR_SLOPE
+    def steps(self, seconds: float, entries: int) -> float:
+        """So much time in steps of so many entries; 0 where either was not measured."""
+        return seconds / step if (step := self._line(entries)[0]) > 0.0 else 0.0
 
     def cost(self, entries: int) -> float:
         """Of one more entry, in steps of so many."""
+        seconds, slope = self._line(entries)
+        return _PRIOR_SLOPE if seconds == 0.0 else float(max(slope, 0.0) / max(seconds, 1e-9))
+
+    def _line(self, entries: int) -> tuple[float, float]:
+        """Seconds of a step of so many entries, and of one more; zeros before one was measured."""
         weight, n, t, nn, nt = self._sums
         if weight == 0.0:
-            return _PRIOR_SLOPE
+            return 0.0, 0.0
         mean, spread = n / weight, nn - n * n / weight
         mean_time = t / weight
         prior = _PRIOR_SLOPE * mean_time
         slope = (nt - n * t / weight + prior) / (spread + 1.0)  # the prior counts as one step
-        seconds = mean_time + slope * (entries - mean)
-        return float(max(slope, 0.0) / max(seconds, 1e-9))
+        return float(mean_time + slope * (entries - mean)), float(slope)
 
 
 @dataclass
@@ -277,12 +287,16 @@ class Speculation:
         for index, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             if row.model_pause > 0:
                 row.model_pause -= 1
-                row.model_rate = row.model_rate if row.model_pause else _PRIOR_RATE
+                if not row.model_pause:
+                    row.model_rate, row.num_verified = _PRIOR_RATE, 0
             elif not draft and (limit := self._most(row)):
-                limits[index] = limit
+                first = 0.0 if drafter.holds(numbers[index]) else self._times.steps(drafter.read_seconds, len(rows))
+                if first <= _READ_SHARE * row.num_left:  # of the steps that are left
+                    limits[index] = limit
         if not limits:
             return set()
-        cost, step = self._times.cost(len(rows)), self._times.steps(drafter.seconds)  # both in steps
+        cost = self._times.cost(len(rows))  # in steps, as the time of a draft
+        step = self._times.steps(drafter.seconds, len(rows)) or _PRIOR_SLOPE
         room = MAX_DRAFTED - sum(len(draft) for draft in drafts)
         best, fastest = {index: 0 for index in limits}, float(len(rows))
         counts, expected = dict(best), float(len(rows))
@@ -321,7 +335,7 @@ def _wait(row: _Row, count: int) -> None:
     if row.num_asked >= LEAST_WAIT:
         row.model_wait = LEAST_WAIT
     if not count:
-        row.model_pause, row.model_wait = row.model_wait, min(2 * row.model_wait, MOST_WAIT)
+        row.model_pause, row.model_wait = min(row.model_wait, MOST_WAIT), 2 * row.model_wait
 
 
 def _learn(row: _Row, draft: list[int], count: int, *, is_model: bool) -> None:
@@ -333,9 +347,11 @@ def _learn(row: _Row, draft: list[int], count: int, *, is_model: bool) -> None:
     if not draft:
         return
     results = (*[1.0] * accepted, *[0.0] * (accepted < len(draft)))
-    if is_model:
+    if is_model:  # the first ones say more than the prior
+        share = max(1.0 - _DECAY, 1.0 / (row.num_verified + 2))
+        row.num_verified += 1
         for is_right in results:
-            row.model_rate = _DECAY * row.model_rate + (1.0 - _DECAY) * is_right
+            row.model_rate += share * (is_right - row.model_rate)
         return
     for is_right in results:
         row.rate = _DECAY * row.rate + (1.0 - _DECAY) * is_right

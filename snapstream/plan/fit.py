@@ -238,7 +238,7 @@ def with_speculator(options: EngineOptions, *, config_only: bool = False) -> Eng
         return options
     folder = local_folder(options.speculative_model, config_only=config_only)
     model = read_model_config(folder)
-    formats = weight_formats(model, replace(options, activations="dtype"), device="cpu")
+    formats = weight_formats(model, replace(options, dtype="float32"), device="cpu")
     return replace(options, speculative_model=Speculator(folder=str(folder), model=model, formats=formats))
 
 

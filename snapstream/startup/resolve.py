@@ -24,7 +24,13 @@ from snapstream.config.values import FP8_CAPABILITY, format_bytes, row_formats
 from snapstream.exec.executors import alternatives, executor_of
 from snapstream.exec.looped import why_not_bf16_inputs
 from snapstream.plan.fit import engine_config, num_rows
-from snapstream.plan.memory import DraftMemory, engine_memory, prefix_store_bytes, store_token_bytes
+from snapstream.plan.memory import (
+    DraftMemory,
+    engine_memory,
+    prefix_store_bytes,
+    speculator_config,
+    store_token_bytes,
+)
 
 # prefix_store="auto" takes this part of the host memory that the engine leaves free; less on a CPU, where page cache
 # and other processes need the same memory.
@@ -94,6 +100,9 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
         max_rows = min(max_rows, limit)
     config = config_of(max_rows, options)
     config = _with_rounded_inputs(model, config, options, machine)
+    if (draft := config.speculator) is not None:
+        steps = _with_rounded_inputs(draft.model, speculator_config(draft, max_rows), options, machine)
+        config = replace(config, speculator=replace(draft, formats=steps.weights or draft.formats))
     _check_memory(model, config, options, machine)
     _check_store(model, config, machine)
     return config

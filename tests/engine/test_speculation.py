@@ -233,7 +233,8 @@ def test_what_cannot_be_verified_is_refused(settings: dict[str, Any], reason: st
 def no_lookup(monkeypatch: pytest.MonkeyPatch, costless: None) -> None:
     """Only the draft model drafts, and always pays."""
     monkeypatch.setattr(History, "draft", lambda history, most: [])
-    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds: 0.0)
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.0)
+    monkeypatch.setattr(speculation, "MOST_WAIT", 1)
 
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -266,7 +267,9 @@ def test_a_draft_model_changes_no_answer(
     want, _, _ = answers(folder, 0, prompts, params, **settings)
     got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, speculative_model=other, **settings)
     assert got == want
-    assert num_drafted > num_accepted and num_drafted > (20 if name == "qwen3" else 1)  # full rows of latents draft none
+    assert num_drafted > num_accepted and num_drafted > (
+        20 if name == "qwen3" else 1
+    )  # full rows of latents draft none
 
 
 @needs_compiler
@@ -279,14 +282,14 @@ def test_a_draft_model_that_is_the_model_is_nearly_always_right() -> None:
     with LLM(TINY_MODEL, budget="full", max_model_len=512, speculative_model=TINY_MODEL, progress=False) as llm:
         outputs = llm.generate(prompts, params)
     for output in outputs:
-        assert output.timings.drafted_tokens > 60
+        assert output.timings.drafted_tokens > 40
         assert output.timings.accepted_tokens > 0.9 * output.timings.drafted_tokens
 
 
 @needs_compiler
 @pytest.mark.usefixtures("costless")
 def test_lookup_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds: 0.0)
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.0)
     asked: list[int] = []
     ask = DraftModel.draft
 
@@ -309,9 +312,12 @@ class Wrong:
     """A drafter that is never right and takes as long as a step."""
 
     def __init__(self) -> None:
-        self.seconds, self.num_asked = 1.0, 0
+        self.seconds, self.read_seconds, self.num_asked = 1.0, 0.0, 0
 
     def forget(self, row: int) -> None: ...
+
+    def holds(self, row: int) -> bool:
+        return True
 
     def draft(self, wanted: Any) -> list[list[int]]:
         self.num_asked += 1
@@ -322,7 +328,7 @@ class Wrong:
 def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(History, "draft", lambda history, most: [])
     monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.05)
-    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds: 0.2)
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.2)
     with LLM(TINY_MODEL, progress=False) as llm:
         runner, drafter = llm.engine.runner, Wrong()
         own = Speculation(runner.step_parts, NeverRight(), 8, drafter)  # type: ignore[arg-type]
