@@ -64,6 +64,16 @@ def speculation(figures: dict[str, Any]) -> str:
     return f"Decode with drafts against without, {figures['model']}:\n\n" + table(heads, rows)
 
 
+def draft_model(figures: dict[str, Any]) -> str:
+    rows = [
+        [arm["weights"], str(arm["rows"]), f"{arm['plain_tokens_per_s']:.0f}", f"{arm['right_speedup']:.2f}x",
+         f"{arm['right_accepted_share']:.0%}", f"{arm['wrong_speedup']:.2f}x"]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = ["weights", "rows", "tokens/s without drafts", "right draft model", "drafts accepted", "wrong draft model"]
+    return f"Decode with a draft model against without, {figures['model']}:\n\n" + table(heads, rows)
+
+
 def memory(figures: dict[str, Any]) -> str:
     rows = [
         [str(arm["layers"]), f"{arm['measured_mib']:.0f} MiB", f"{arm['planned_mib']:.0f} MiB",

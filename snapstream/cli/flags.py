@@ -76,6 +76,7 @@ class Flags:
 ENGINE_ALIASES = {
     "kv_dtype": ("--kv-cache-dtype",),
     "max_rows": ("--max-num-seqs", "--parallel", "-np"),
+    "speculative_model": ("--model-draft", "-md"),
     "tensor_parallel": ("--tensor-parallel-size", "-tp"),
 }
 ONE_SEQUENCE_ALIASES = ENGINE_ALIASES | {"max_model_len": ("--ctx-size", "-c")}  # llama.cpp divides it among slots

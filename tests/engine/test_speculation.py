@@ -267,9 +267,8 @@ def test_a_draft_model_changes_no_answer(
     want, _, _ = answers(folder, 0, prompts, params, **settings)
     got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, speculative_model=other, **settings)
     assert got == want
-    assert num_drafted > num_accepted and num_drafted > (
-        20 if name == "qwen3" else 1
-    )  # full rows of latents draft none
+    assert num_drafted > num_accepted
+    assert num_drafted > (8 if name == "qwen3" else 1)  # full rows of latents draft none
 
 
 @needs_compiler
