@@ -16,12 +16,12 @@ from time import perf_counter
 import torch
 
 from snapstream.config import EngineConfig, KVBudget, make_selector
-from snapstream.exec.eager import StepParts
+from snapstream.exec.eager import DecodeStep, StepParts
 from snapstream.exec.looped import max_batch
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import History, VerifyingStep, draft_batch
+from snapstream.exec.speculation import History, draft_batch
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import Case
 from snapstream.kv.cache import KVCache
@@ -59,7 +59,7 @@ class _Held:
 class DraftModel:
     """A ``speculation.Drafter`` on a CPU."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, target: VerifyingStep) -> None:
+    def __init__(self, decoder: Decoder, config: EngineConfig, target: DecodeStep) -> None:
         """``config``: of its steps (``plan/memory.py:speculator_config``). It uses the threads of ``target``."""
         assert isinstance(target, LoopedDecode)  # alone verifies drafts
         self._decoder, self._capacity, device = decoder, config.budget.capacity, decoder.device

@@ -37,7 +37,7 @@ from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import prompt_logprobs
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import Drafter, Speculation, Verifier, VerifyingStep
+from snapstream.exec.speculation import Speculation, Verifier
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.backends.autotune import PrefillAttention, choose
 from snapstream.kernels.backends.prefill import Case
@@ -123,7 +123,6 @@ _LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
 
 
 MakeTier = Callable[[PrefixBlocks], PrefixFiles]
-MakeDrafter = Callable[[VerifyingStep], Drafter]
 MakeWriter = Callable[[KVCache, EngineConfig, Reselector | None], RowWriter]
 
 
@@ -139,15 +138,13 @@ class ModelRunner:
         make_decode: MakeDecode | None = None,
         make_writer: MakeWriter = RowWriter,
         make_tier: MakeTier | None = None,
-        make_drafter: MakeDrafter | None = None,
         on_unit: Callable[[], None] = lambda: None,
         progress: bool = False,
     ) -> None:
         """``grammars`` is needed by requests with a grammar; ``progress`` is shown on stderr.
 
         ``make_decode`` makes the decode step, by default of ``config.executor``; ``make_writer`` the row writer,
-        ``make_tier`` the prefix store on disk, ``make_drafter`` the draft model of speculative decoding. ``on_unit`` is
-        called after each unit of prefill, as a heartbeat.
+        ``make_tier`` the prefix store on disk. ``on_unit`` is called after each unit of prefill, as a heartbeat.
         """
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
@@ -180,7 +177,7 @@ class ModelRunner:
             self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, config.prefix_snapshots, pins=pins)
             self.prefix_tier = None if make_tier is None else make_tier(self.prefix_blocks)
             self.mover = make_mover(self.prefix_blocks, config.pool_tokens, device)
-        self._on_unit, self._make_drafter = on_unit, make_drafter
+        self._on_unit = on_unit
         self._writer = make_writer(self.cache, config, self.reselector)
         self.step_parts = StepParts(
             decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries
@@ -203,10 +200,7 @@ class ModelRunner:
         self.first.use_decode(self.decode)
         self.speculation = None
         if self.config.num_speculative_tokens and isinstance(self.decode, Verifier):
-            drafter = None
-            if self._make_drafter is not None:
-                drafter = self._make_drafter(self.decode)
-            self.speculation = Speculation(self.step_parts, self.decode, self.config.num_speculative_tokens, drafter)
+            self.speculation = Speculation(self.step_parts, self.decode, self.config.num_speculative_tokens)
 
     @property
     def num_jobs(self) -> int:

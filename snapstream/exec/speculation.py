@@ -188,7 +188,7 @@ class Speculation:
     parts: StepParts
     decode: VerifyingStep
     most: int  # drafted tokens per row and step
-    drafter: Drafter | None = None  # where prompt lookup finds nothing
+    drafter: Drafter | None = None  # asked where prompt lookup finds nothing
 
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}

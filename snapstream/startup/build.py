@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from snapstream.distributed.group import Group
+    from snapstream.exec.draft_model import DraftModel
     from snapstream.exec.eager import MakeDecode
-    from snapstream.exec.runner import MakeDrafter, MakeTier, ModelRunner
+    from snapstream.exec.runner import MakeTier, ModelRunner
     from snapstream.kernels.interface import Kernels
     from snapstream.models.checkpoint import LoadProgress
     from snapstream.spec_prefill.compressor import PromptCompressor
@@ -86,7 +87,8 @@ def build_runner(
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
     make_tier = _disk_tier(folder, config, 0)
-    make_drafter = None if config.speculator is None else _drafter(folder, model, config, config.speculator, progress)
+    if config.speculator is not None:
+        _check_vocabulary(folder, model, config.speculator)
     executor = executor_of(config.executor, config.device) if make_decode is None else Executor(make=make_decode)
     decoder = Decoder.load(
         folder,
@@ -101,27 +103,26 @@ def build_runner(
         decoder = decoder.with_kernels(kernels)
     elif (latents := latent_attention(model, config)) is not None and not latents.is_ours:
         decoder = decoder.with_kernels(with_latents(decoder.kernels, latents))
-    return ModelRunner(
+    runner = ModelRunner(
         decoder,
         config,
         grammars,
         make_decode=make_decode,
         make_tier=make_tier,
-        make_drafter=make_drafter,
         on_unit=on_unit,
         progress=progress is True,
     )
+    if config.speculator is not None and runner.speculation is not None:
+        runner.speculation.drafter = _draft_model(config.speculator, runner, progress)
+    return runner
 
 
-def _drafter(
-    folder: Path, model: ModelConfig, config: EngineConfig, speculator: Speculator, progress: LoadProgress
-) -> MakeDrafter:
-    """Loads the draft model; ValueError unless it has the vocabulary of the model in ``folder``."""
+def _draft_model(speculator: Speculator, runner: ModelRunner, progress: LoadProgress) -> DraftModel:
+    """The draft model, loaded, for the rows of a runner."""
     from snapstream.exec.draft_model import DraftModel
     from snapstream.models.decoder import Decoder
 
-    _check_vocabulary(folder, model, speculator)
-    own = speculator_config(speculator, config.max_rows)
+    own = speculator_config(speculator, runner.config.max_rows)
     decoder = Decoder.load(
         Path(speculator.folder),
         speculator.model,
@@ -131,7 +132,7 @@ def _drafter(
         formats=own.weights,
         make=executor_of(own.executor, own.device).storage(own),
     )
-    return lambda target: DraftModel(decoder, own, target)
+    return DraftModel(decoder, own, runner.decode)
 
 
 def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator) -> None:
