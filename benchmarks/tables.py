@@ -309,8 +309,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
     **dict.fromkeys(HYBRIDS, peers_all),
     "spec_prefill": spec_prefill, "serving": serving,
-    "draft_model": draft_model, "soak": soak, "executors": executors, "grammar": grammar, "turns": turns,
-    "agent_turns": agent_turns, "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
+    "draft_model": draft_model, "soak": soak, "executors": executors, "grammar": grammar,
+    "turns": turns, "agent_turns": agent_turns, "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
     "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip
 
