@@ -310,7 +310,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(HYBRIDS, peers_all),
     "spec_prefill": spec_prefill, "serving": serving,
     "draft_model": draft_model, "soak": soak, "executors": executors, "grammar": grammar,
-    "turns": turns, "agent_turns": agent_turns, "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
+    "turns": turns, "agent_turns": agent_turns,
+    "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
     "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip
 

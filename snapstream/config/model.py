@@ -460,6 +460,48 @@ class DeltaNet:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """Mamba-2 in place of attention (Dao and Gu, arXiv 2405.21060): a matrix per head that decays and takes in every
+    token, fed by a short convolution. A group serves ``heads / groups`` adjacent heads.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int  # of inputs B and outputs C of the state
+    state_dim: int  # elements of B and C
+    kernel: int  # tokens of the convolution
+    has_conv_bias: bool = True
+    has_bias: bool = False  # of the projections
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "head_dim", "groups", "state_dim"):
+            check(1 <= getattr(self, name) <= MAX_DIM, f"{name} is {getattr(self, name)}; it must be 1 to {MAX_DIM}")
+        check(2 <= self.kernel <= 64, f"a convolution over {self.kernel} tokens is not supported; 2 to 64 are")
+        check(self.heads % self.groups == 0, f"{self.heads} heads are no multiple of {self.groups} groups")
+
+    @property
+    def inner(self) -> int:
+        """Elements of a token's heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: heads, B and C."""
+        return self.inner + 2 * self.groups * self.state_dim
+
+    @property
+    def state_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """What a sequence keeps in such a layer, fp32: the last inputs of the convolution, a matrix per head."""
+        return (
+            ("inputs", (self.kernel - 1, self.channels)),
+            ("memory", (self.heads, self.state_dim, self.head_dim)),
+        )
+
+
+Recurrent = ShortConv | DeltaNet | Mamba2
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder: all of a checkpoint but its weights."""
@@ -477,7 +519,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
-    recurrent: ShortConv | DeltaNet | None = None  # what the recurrent layers compute in place of attention
+    recurrent: Recurrent | None = None  # what the recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
     multipliers: Multipliers = field(default_factory=Multipliers)
     is_text_part: bool = False  # of a checkpoint that also has towers for images, which are not loaded
@@ -537,7 +579,7 @@ class ModelConfig:
             count = len(self.recurrent_layers)
             check(count < self.num_layers, "a model without any attention layer is not supported")
             check(
-                self.latent is None and self.windows is None and self.is_plain,
+                self.latent is None and self.windows is None and (self.is_plain or isinstance(self.recurrent, Mamba2)),
                 "recurrent layers beside latents, sliding windows, multipliers or norms of outputs are not supported",
             )
         for name in ("short_factors", "long_factors"):
@@ -546,11 +588,13 @@ class ModelConfig:
             check(count == pairs, f"rope {self.rope.kind}: {name} has {count} numbers; {pairs} pairs are rotated")
         scales_scores = self.multipliers.attention != 1.0
         check(
-            not scales_scores or (self.rotated_layers is None and self.rope.partial_rotary_factor == 1.0),
+            not scales_scores
+            or isinstance(self.recurrent, Mamba2)
+            or (self.rotated_layers is None and self.rope.partial_rotary_factor == 1.0),
             "a multiplier of attention needs heads that are rotated as a whole, in every layer",
         )
         check(
-            self.is_plain or (self.moe is None and self.latent is None),
+            self.is_plain or isinstance(self.recurrent, Mamba2) or (self.moe is None and self.latent is None),
             "multipliers, other places of norms and GELU are not supported with experts or latents",
         )
         check(

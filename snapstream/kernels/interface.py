@@ -68,6 +68,8 @@ class Kernels:
     causal_conv: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor] = reference.causal_conv
     # q, k [S, n, G, K], v [S, n, H, V], decay, beta [S, n, H], state [S, H, K, V] -> [S, n, H, V]
     gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = pytorch.gated_delta
+    # c, b [S, n, G, N], x [S, n, H, P], decay [S, n, H], state [S, H, N, P] -> [S, n, H, P]
+    selective_scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = pytorch.selective_scan
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
 
     def with_sinks(self, sinks: Tensor | None) -> Kernels:

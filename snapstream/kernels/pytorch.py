@@ -380,6 +380,27 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     return out * q.shape[-1] ** -0.5
 
 
+def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor, size: int = 64) -> Tensor:
+    """See ``reference.selective_scan``: ``size`` tokens at a time (arXiv 2405.21060, section 6)."""
+    num_tokens = x.shape[1]
+    if num_tokens == 1:
+        return reference.selective_scan(c, b, x, decay, state)
+    b, c = (part.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for part in (b, c))
+    out = torch.empty_like(x)
+    above = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    for start in range(0, num_tokens, size):
+        own = slice(start, min(start + size, num_tokens))
+        b_own, c_own, x_own = (part[:, own].transpose(1, 2) for part in (b, c, x))  # [S, H, n, N or P]
+        total = decay[:, own].transpose(1, 2).cumsum(-1)  # [S, H, n], of logarithms
+        between = total[..., :, None] - total[..., None, :]
+        between = between.masked_fill_(above[: total.shape[-1], : total.shape[-1]], -torch.inf).exp_()  # [S, H, n, n]
+        inside = (c_own @ b_own.transpose(-1, -2) * between) @ x_own
+        out[:, own] = (total.exp()[..., None] * (c_own @ state) + inside).transpose(1, 2)
+        left = (total[..., -1:] - total).exp()[..., None]  # decay from each token to the chunk's end
+        state.mul_(total[..., -1].exp()[..., None, None]).add_((left * b_own).transpose(-1, -2) @ x_own)
+    return out
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
     if weight.dtype != x.dtype:  # of a norm with an offset

@@ -244,6 +244,24 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     return out * q.shape[-1] ** -0.5
 
 
+def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """The recurrence of Mamba-2 token by token (arXiv 2405.21060, section 2): ``y [S, n, H, P]`` fp32.
+
+    ``b, c [S, n, G, N]``, ``x [S, n, H, P]`` times its step, ``decay [S, n, H]``, all fp32; heads share the groups in
+    turn, H / G of them each; per head
+
+        S <- exp(decay) S + b x^T;  y = S^T c
+
+    ``state [S, H, N, P]`` is updated in place.
+    """
+    b, c = (part.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for part in (b, c))
+    out = torch.empty_like(x)
+    for t in range(x.shape[1]):
+        state.mul_(decay[:, t, :, None, None].exp()).addcmul_(b[:, t, :, :, None], x[:, t, :, None])
+        out[:, t] = torch.einsum("shnp,shn->shp", state, c[:, t])
+    return out
+
+
 def hop_scores(
     weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
     sinks: Tensor | None = None,

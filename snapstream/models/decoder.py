@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from snapstream.config import DType, KVDType, ModelConfig, WeightFormats
-from snapstream.config.model import DeltaNet
 from snapstream.distributed.group import Alone, Group, ReduceOp
 from snapstream.kernels.interface import CosSin, Kernels, bind
 from snapstream.kv.spec import KVSpec
@@ -32,7 +31,7 @@ from snapstream.models.latent import (
 )
 from snapstream.models.layers import DenseLayer, KVView, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
-from snapstream.models.recurrent import DeltaNetLayer, ShortConvLayer
+from snapstream.models.recurrent import RECURRENT_LAYERS
 from snapstream.models.registry import FAMILIES, kv_spec_of
 from snapstream.models.rope import Rope
 from snapstream.models.weights import DecoderWeights, LayerWeights
@@ -257,7 +256,7 @@ class Decoder:
 
     def _layers(self, weights_of: Callable[[int], LayerWeights]) -> list[Layer]:
         layer, layers = _layer_class(self.config), self.config.recurrent_layers
-        recurrent = DeltaNetLayer if isinstance(self.config.recurrent, DeltaNet) else ShortConvLayer
+        recurrent = RECURRENT_LAYERS.get(type(self.config.recurrent), DenseLayer)
         return [
             (recurrent if index in layers else layer)(index, self.shard, weights_of(index), self.kernels, self.group)
             for index in range(self.config.num_layers)

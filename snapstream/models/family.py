@@ -16,13 +16,12 @@ from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
 from snapstream.config.model import (
     MAX_DIM,
     Activation,
-    DeltaNet,
     LatentConfig,
     LayerNorms,
     LengthScale,
     MoEConfig,
     Multipliers,
-    ShortConv,
+    Recurrent,
 )
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
@@ -56,7 +55,7 @@ class Recipe(TypedDict, total=False):
     length_scale: LengthScale  # of queries
     latent: LatentConfig  # multi-head latent attention
     has_attention_gate: bool
-    recurrent: ShortConv | DeltaNet  # what recurrent layers compute in place of attention
+    recurrent: Recurrent  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
     has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP

@@ -11,6 +11,7 @@ back. ``views.py`` implements it for staging buffers (prefill) and for rows (dec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -280,6 +281,7 @@ class DenseLayer:
         self._head_norm = _head_norm(config, weights)
         self._num_gates = config.num_heads * config.head_dim if config.has_attention_gate else 0
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
+        self._unrotated = math.sqrt(config.multipliers.attention)  # as rotated heads are multiplied, see ``Rope``
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
         self._scales_queries, self._num_queries = config.length_scale is not None, config.num_heads * config.head_dim
         self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
@@ -304,7 +306,7 @@ class DenseLayer:
         if self._rope_kind is not None:
             rope = rope[0][self._rope_kind], rope[1][self._rope_kind]
         if not self._is_rotated:
-            rope = torch.ones_like(rope[0]), torch.zeros_like(rope[1])
+            rope = torch.full_like(rope[0], self._unrotated), torch.zeros_like(rope[1])
         if not self._num_gates:
             return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
         assert isinstance(view, StateView)

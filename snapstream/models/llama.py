@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
-from snapstream.config.model import Multipliers
-from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.config_json import Settings, flag
 from snapstream.models.family import Family, Recipe, attention_biases, windows_of_all_layers
 
 
@@ -44,20 +40,6 @@ def _iquest_refusals(settings: Settings) -> list[str]:
 def _ernie(settings: Settings) -> Recipe:
     has_bias = flag(settings, "use_bias")
     return {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
-
-
-def _granite(settings: Settings) -> Recipe:
-    """``attention_multiplier`` takes the place of 1 / sqrt(E)."""
-    heads = whole_number(settings, "num_attention_heads")
-    head_dim = whole_number(settings, "head_dim", whole_number(settings, "hidden_size") // max(heads, 1))
-    of = partial(number, settings, above=0.0)
-    multipliers = Multipliers(
-        embedding=of("embedding_multiplier"),
-        residual=of("residual_multiplier"),
-        attention=of("attention_multiplier") * math.sqrt(head_dim),
-        logits=1.0 / of("logits_scaling"),
-    )
-    return {**_llama(settings), "multipliers": multipliers}
 
 
 def _phi3_settings(settings: Settings) -> Settings:
@@ -98,13 +80,6 @@ ERNIE4_5 = Family(
     },
     recipe=_ernie,
     is_interleaved=True,
-)  # fmt: skip
-GRANITE = Family(
-    defaults={
-        "attention_multiplier": 1.0, "bos_token_id": 1, "embedding_multiplier": 1.0, "eos_token_id": 2,
-        "logits_scaling": 1.0, "residual_multiplier": 1.0,
-    },
-    recipe=_granite,
 )  # fmt: skip
 PHI3 = Family(
     defaults={

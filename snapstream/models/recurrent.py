@@ -1,4 +1,4 @@
-"""Layers that keep a state of constant size in the place of keys and values: short convolutions and gated DeltaNet.
+"""Layers that keep a state of constant size, not keys and values: short convolutions, gated DeltaNet and Mamba-2.
 
 As attention hands heads to a ``KVView``, they hand their projected inputs and a ``Recurrence`` to a ``StateView``.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import DeltaNet
+from snapstream.config.model import DeltaNet, Mamba2, ShortConv
 from snapstream.kernels.interface import CosSin, SumNorm
 from snapstream.models.layers import DenseLayer, KVView, StateView
 from snapstream.models.weights import LayerWeights
@@ -79,6 +79,47 @@ class DeltaNetLayer(DenseLayer):
         return self._kernels.gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
 
 
+class Mamba2Layer(DenseLayer):
+    """A layer with Mamba-2 (arXiv 2405.21060): SiLU of a convolution over ``x | B | C``, the selective scan, a norm per
+    group of its output times SiLU of the gate ``z``.
+    """
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        assert isinstance(config.recurrent, Mamba2)
+        self._net = config.recurrent
+        self._in, self._in_bias = weights.matrix("mamba_in"), weights.optional("mamba_in_bias")
+        self._o, self._o_bias = weights.matrix("mamba_out"), weights.optional("mamba_out_bias")
+        self._taps, self._conv_bias = _taps(weights), weights.optional("conv_bias")
+        self._out_norm, self._skip = weights.vector("mamba_norm"), weights.vector("mamba_skip")  # [I], [H]
+        self._rate, self._step = -weights.vector("mamba_decay").exp(), weights.vector("mamba_step")  # [H] fp32
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        assert self._input_norm is not None and isinstance(view, StateView)
+        given = SumNorm(residual, pending, self._input_norm, self._eps)
+        projected = self._in.multiply_normed(given, self._in_bias, self._kernels)  # [T, I + C + H]
+        inner = self._net.inner
+        out = view.recur(self._index, projected[:, inner:], self._recur)
+        z = view.outputs(projected[:, :inner]).to(torch.float32)
+        grouped = (out.view_as(z) * F.silu(z)).unflatten(1, (self._net.groups, -1))
+        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
+        return (normed.flatten(1) * self._out_norm).to(projected.dtype)
+
+    def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
+        """A ``Recurrence`` over ``x | B | C | dt``, ``[S, n, C + H]``; outputs ``[S, n, I]`` fp32."""
+        net = self._net
+        mixed = self._kernels.causal_conv(
+            inputs[..., : net.channels], states["inputs"], self._taps, self._conv_bias, True
+        )
+        sizes = net.inner, net.groups * net.state_dim, net.groups * net.state_dim
+        x, b, c = mixed.to(torch.float32).split(sizes, dim=-1)
+        x = x.unflatten(-1, (net.heads, net.head_dim))
+        b, c = (part.unflatten(-1, (net.groups, net.state_dim)) for part in (b, c))
+        step = F.softplus(inputs[..., net.channels :].to(torch.float32) + self._step)  # [S, n, H]
+        out = self._kernels.selective_scan(c, b, x * step[..., None], self._rate * step, states["memory"])
+        return (out + self._skip[:, None] * x).flatten(2)
+
+
 def _taps(weights: LayerWeights) -> Tensor:
     """Weights ``[K, C]`` fp32 of a convolution."""
     return weights.vector("conv_kernel")[:, 0].t().contiguous()
@@ -86,3 +127,10 @@ def _taps(weights: LayerWeights) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
+
+
+RECURRENT_LAYERS: Mapping[type, type[DenseLayer]] = {
+    ShortConv: ShortConvLayer,
+    DeltaNet: DeltaNetLayer,
+    Mamba2: Mamba2Layer,
+}

@@ -35,8 +35,9 @@ from snapstream.models.gemma import GEMMA, GEMMA3, GEMMA3_TEXT_PART
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from snapstream.models.gpt_oss import GPT_OSS
+from snapstream.models.granite import GRANITE, GRANITE_HYBRID
 from snapstream.models.lfm import LFM2, LFM2_MOE
-from snapstream.models.llama import ERNIE4_5, GRANITE, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
+from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, HY_V3, MELLUM, MINIMAX_M2, OLMOE
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
@@ -99,6 +100,7 @@ FAMILIES: Registry[Family] = Registry(
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
         "GraniteForCausalLM": GRANITE,
+        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": OLMO3,
         "Phi3ForCausalLM": PHI3,

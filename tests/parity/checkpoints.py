@@ -22,6 +22,13 @@ DELTA: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 6, "mamba_d_head": 24, "mamba_expand": 3, "mamba_d_state": 20, "mamba_n_groups": 1,
+    "mamba_d_conv": 3, "mamba_chunk_size": 16, "shared_intermediate_size": 56, "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 2.0,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
+}  # fmt: skip
+
 # name -> (config class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -138,6 +145,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2MoeConfig",
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
          "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "routed_scaling_factor": 1.5},
+    ),
+    "granite-hybrid": (  # one MLP, groups of heads, heads and states of odd sizes
+        "GraniteMoeHybridConfig",
+        {**MAMBA, "num_hidden_layers": 5, "mamba_n_groups": 2, "num_local_experts": 0, "num_key_value_heads": 1},
+    ),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybridConfig",
+        {**MAMBA, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
+         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+         "mamba_conv_bias": False, "mamba_proj_bias": True, "tie_word_embeddings": True},
+    ),
+    "granite-4-dense": (  # without Mamba-2 a Granite with rotated heads
+        "GraniteMoeHybridConfig",
+        {**MAMBA, "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "position_embedding_type": "rope"},
     ),
     "qwen3-next": (
         "Qwen3NextConfig",
@@ -269,7 +290,7 @@ ARCHITECTURES |= {
 }
 
 
-RECURRENT = [name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5"))]
+RECURRENT = [name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5", "granite-hybrid"))]
 
 
 def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:
@@ -288,7 +309,7 @@ def make_model(name: str, **sizes: int) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith(
-                ("bias", "sinks", "A_log")
+                ("bias", "sinks", "A_log", "mamba.D")
             ):  # made with constants: random ones show whether they are used
                 value.copy_(1.0 * ("norm" in key) + 0.3 * torch.randn_like(value))
         randomise_corrections(model)

@@ -1,0 +1,173 @@
+"""Granite (IBM): a Llama with multipliers, and Granite 4.0 with Mamba-2 and experts beside a shared MLP. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import Mamba2, MoEConfig, Multipliers
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases, num_layers
+from snapstream.models.tensors import (
+    TensorSpec,
+    TensorSpecs,
+    attention_tensors,
+    expert_tensors,
+    mlp_tensors,
+    outer_tensors,
+    renamed,
+    vector,
+)
+
+MAMBA, ATTENTION = "linear_attention", "full_attention"
+TYPES = {"mamba": MAMBA, "attention": ATTENTION}  # as published files spell them
+NAMES = {
+    "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "mlp.gate.weight": "block_sparse_moe.router.layer.weight",
+    "mlp.shared_experts.down_proj.": "shared_mlp.output_linear.",
+    "mlp.gate_up_proj.": "shared_mlp.input_linear.",
+    "mlp.down_proj.": "shared_mlp.output_linear.",
+}
+
+
+def _multipliers(settings: Settings) -> Recipe:
+    """``attention_multiplier`` takes the place of 1 / sqrt(E)."""
+    heads = whole_number(settings, "num_attention_heads")
+    head_dim = whole_number(settings, "head_dim", whole_number(settings, "hidden_size") // max(heads, 1))
+    of = partial(number, settings, above=0.0)
+    multipliers = Multipliers(
+        embedding=of("embedding_multiplier"),
+        residual=of("residual_multiplier"),
+        attention=of("attention_multiplier") * math.sqrt(head_dim),
+        logits=1.0 / of("logits_scaling"),
+    )
+    return {"multipliers": multipliers}
+
+
+def _granite(settings: Settings) -> Recipe:
+    return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), **_multipliers(settings)}
+
+
+def _rewrite(settings: Settings) -> Settings:
+    """Without experts the shared MLP is the only one; its size has a name of its own."""
+    found = dict(settings)
+    types = found.get("layer_types") or found.pop("layers_block_type", None) or [MAMBA] * num_layers(found)
+    found["layer_types"] = [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    if not found.get("num_local_experts"):
+        found["intermediate_size"] = found["shared_intermediate_size"]
+    return found
+
+
+def _refusals(settings: Settings) -> list[str]:
+    kind, limit = settings.get("position_embedding_type"), settings.get("time_step_limit")
+    reasons = []
+    if kind not in (None, "nope", "rope"):
+        reasons.append(f"position_embedding_type is {kind!r}; only 'rope' and null are supported")
+    if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
+        reasons.append(f"time_step_limit is {limit!r}; only [0, Infinity] is supported")
+    return reasons
+
+
+def _mamba2(settings: Settings) -> Mamba2:
+    heads, inner = (
+        whole_number(settings, "mamba_n_heads"),
+        whole_number(settings, "mamba_expand") * whole_number(settings, "hidden_size"),
+    )
+    head_dim = settings["mamba_d_head"]
+    head_dim = inner // max(heads, 1) if head_dim in (None, "auto") else whole_number(settings, "mamba_d_head")
+    if heads * head_dim != inner:
+        raise ValueError(
+            f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not mamba_expand times D ({inner})"
+        )
+    return Mamba2(
+        heads=heads,
+        head_dim=head_dim,
+        groups=whole_number(settings, "mamba_n_groups"),
+        state_dim=whole_number(settings, "mamba_d_state"),
+        kernel=whole_number(settings, "mamba_d_conv"),
+        has_conv_bias=flag(settings, "mamba_conv_bias"),
+        has_bias=flag(settings, "mamba_proj_bias"),
+    )
+
+
+def _hybrid(settings: Settings) -> Recipe:
+    recipe: Recipe = {**attention_biases(settings), **_multipliers(settings), "has_fused_gate_up": True}
+    if settings["position_embedding_type"] != "rope":
+        recipe["rotated_layers"] = (False,) * num_layers(settings)
+    if experts := whole_number(settings, "num_local_experts", 0):
+        recipe["moe"] = MoEConfig(
+            num_experts=experts,
+            top_k=whole_number(settings, "num_experts_per_tok"),
+            inner=whole_number(settings, "intermediate_size"),
+            num_shared=1,
+            own_shared=whole_number(settings, "shared_intermediate_size"),
+            normalise=True,  # a softmax over the chosen logits
+        )
+    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == MAMBA)
+    return {**recipe, "recurrent": _mamba2(settings), "recurrent_layers": layers} if layers else recipe
+
+
+def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
+    """``mamba_in`` projects to the gates z, the inputs x, B and C of the convolution, and a step per head."""
+    net, hidden = config.recurrent, config.hidden_size
+    if not isinstance(net, Mamba2):
+        return {}
+
+    def plain(size: int, name: str) -> TensorSpec:
+        return replace(vector(size, f"{prefix}.{name}"), dtype="float32")
+
+    size, channels = net.inner + net.channels + net.heads, net.channels
+    specs = {
+        "mamba_in": TensorSpec(shape=(size, hidden), parts={f"{prefix}.in_proj.weight": ()}),
+        "conv_kernel": TensorSpec(
+            shape=(channels, 1, net.kernel), parts={f"{prefix}.conv1d.weight": ()}, is_matrix=False, dtype="float32"
+        ),
+        "mamba_decay": plain(net.heads, "A_log"),
+        "mamba_step": plain(net.heads, "dt_bias"),
+        "mamba_skip": plain(net.heads, "D"),
+        "mamba_norm": plain(net.inner, "norm.weight"),
+        "mamba_out": TensorSpec(shape=(hidden, net.inner), parts={f"{prefix}.out_proj.weight": ()}),
+    }
+    if net.has_conv_bias:
+        specs["conv_bias"] = plain(channels, "conv1d.bias")
+    if net.has_bias:
+        specs |= {"mamba_in_bias": vector(size, f"{prefix}.in_proj.bias")}
+        specs |= {"mamba_out_bias": vector(hidden, f"{prefix}.out_proj.bias")}
+    return {name: replace(spec, layers=config.recurrent_layers) for name, spec in specs.items()}
+
+
+def _tensors(config: ModelConfig) -> TensorSpecs:
+    attention = {
+        name: replace(spec, layers=config.attention_layers) for name, spec in attention_tensors(config).items()
+    }
+    if config.moe is None:
+        mlp = dict(mlp_tensors(config))
+    else:
+        mlp = dict(expert_tensors(replace(config, has_fused_experts=True)))
+        mlp["shared_gate_up"] = replace(mlp["shared_gate_up"], parts={"mlp.gate_up_proj.weight": ()})
+    return renamed({**outer_tensors(config), **attention, **mamba_tensors(config, "mamba"), **mlp}, NAMES)
+
+
+_DEFAULTS: Settings = {
+    "attention_multiplier": 1.0, "bos_token_id": 1, "embedding_multiplier": 1.0, "eos_token_id": 2,
+    "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_bias": False,
+}  # fmt: skip
+GRANITE = Family(defaults={**_DEFAULTS, "mlp_bias": False}, recipe=_granite)
+GRANITE_HYBRID = Family(
+    defaults={
+        **_DEFAULTS, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024, "position_embedding_type": None, "mamba_n_heads": 128, "mamba_n_groups": 1,
+        "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+    },
+    rewrite=_rewrite,
+    recipe=_hybrid,
+    refusals=_refusals,
+    tensors=_tensors,
+    other_layer_types=(MAMBA,),
+    has_experts=True,
+)  # fmt: skip
