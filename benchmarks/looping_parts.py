@@ -192,7 +192,7 @@ def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> La
     layers = None if runner.config.weights is None else runner.config.weights.layers
     inputs = "fp32" if layers is None or not layers.rounds_inputs else "int8" if layers.is_quantized else "bf16"
     return Ladder(
-        looped=LoopedDecode(runner.step_parts, ThreadPool(load(), threads)),
+        looped=LoopedDecode(runner.step_parts, threads),
         rows=rows,
         logits=torch.empty(batch, model.vocab_size),
         num_layers=model.num_layers,

@@ -38,6 +38,14 @@ QWEN35_100M: dict[str, Any] = {
     "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 
+GRANITE_H_100M: dict[str, Any] = {
+    "model_type": "granitemoehybrid", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
+    "shared_intermediate_size": 2048, "num_local_experts": 0, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "mamba_n_heads": 24, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1,
+    "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(12)],
+    "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
 
 def random_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
     """Write a checkpoint of that shape with random weights in fp32, the same every time; without a type, a Qwen3."""

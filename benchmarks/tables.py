@@ -12,7 +12,7 @@ from benchmarks.machine import RESULTS
 from benchmarks.ray_tables import ray_scale, ray_soak
 from figures.markdown import link, table
 
-HYBRIDS = ("peers_all_lfm2-100m", "peers_all_qwen3.5-100m")
+HYBRIDS = ("peers_all_lfm2-100m", "peers_all_qwen3.5-100m", "peers_all_granite-h-100m")
 COMMANDS = dict.fromkeys(("peers_all_100m", *HYBRIDS), "peers")  # where a result is not called as its benchmark
 
 

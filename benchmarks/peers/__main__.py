@@ -25,9 +25,15 @@ from benchmarks.machine import ceilings, report
 from benchmarks.peers.arms import ARMS
 from benchmarks.peers.compare import compare
 from benchmarks.peers.work import Job
-from benchmarks.shapes import LFM2_100M, QWEN3_100M, QWEN3_TINY, QWEN35_100M, random_checkpoint
+from benchmarks.shapes import GRANITE_H_100M, LFM2_100M, QWEN3_100M, QWEN3_TINY, QWEN35_100M, random_checkpoint
 
-SHAPES = {"100m": QWEN3_100M, "tiny": QWEN3_TINY, "lfm2-100m": LFM2_100M, "qwen3.5-100m": QWEN35_100M}
+SHAPES = {
+    "100m": QWEN3_100M,
+    "tiny": QWEN3_TINY,
+    "lfm2-100m": LFM2_100M,
+    "qwen3.5-100m": QWEN35_100M,
+    "granite-h-100m": GRANITE_H_100M,
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:

@@ -69,7 +69,7 @@ class DraftModel:
         self._rows = Rows(config.max_rows, device)
         sampling = SamplingState(config.max_rows, decoder.config.vocab_size, device)
         parts = StepParts(decoder=decoder, cache=self._cache, rows=self._rows, sampling=sampling, config=config)
-        self._decode, self._max_batch = LoopedDecode(parts, target.pool), max_batch(config)
+        self._decode, self._max_batch = LoopedDecode(parts, pool=target.pool), max_batch(config)
         size = decoder.config.hidden_size
         self._buffers = StagingBuffers(spec, size, config.pool_tokens, decoder.dtype, device)
         self._chunk_len, self._read_len = config.chunking.chunk_len, config.pool_tokens

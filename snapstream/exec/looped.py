@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
-from snapstream.config.model import DeltaNet
+from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import num_cores
 from snapstream.exec.executors import Executor, eager_batch_bytes
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
@@ -24,7 +24,8 @@ _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
-    "delta_step delta_norm delta_out".split()
+    "delta_step delta_norm delta_out mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
+    "mamba_out_bias".split()
 )
 _MAX_HEAD_DIM = 256
 MAX_ROWS_GPU = 16  # of a step
@@ -189,6 +190,8 @@ def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
     net = model.recurrent if model.recurrent_layers else None
     if isinstance(net, DeltaNet):
         return net.channels + net.value_size, net.value_size
+    if isinstance(net, Mamba2):
+        return net.inner + net.channels + net.heads, net.inner
     return (0, 0) if net is None else (3 * net.channels, net.channels)
 
 
@@ -222,6 +225,8 @@ def _scratch(model: ModelConfig) -> int:
     net, heads = model.recurrent if model.recurrent_layers else None, 0
     if isinstance(net, DeltaNet):
         heads = 2 * net.key_dim + 2 * net.value_size // net.key_heads
+    if isinstance(net, Mamba2):
+        heads = 2 * net.state_dim + 2 * net.inner // net.groups
     return max(attention, heads, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig
-from snapstream.config.model import DeltaNet
+from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import StepParts
 from snapstream.exec.looped import max_batch, why_not_looped_cpu, why_not_looped_ranks
@@ -95,6 +95,7 @@ def model_of(decoder: Decoder) -> Model:
         head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
         rotated=config.rope.rotary_dim(config.rope_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
+        unrotated_scale=multipliers.attention**0.5,
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
         long_frequencies=address(rope.long_frequencies),
         long_original=config.rope.original_max_position if rope.long_frequencies is not None else 0,
@@ -171,6 +172,14 @@ def _recurrent(decoder: Decoder) -> Recurrent:
         }  # fmt: skip
         sizes = {name: getattr(net, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim")}
         stacks = "delta_in", "delta_out"
+    elif isinstance(net, Mamba2):
+        given = {
+            "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors["mamba_norm"],
+            "skip": vectors["mamba_skip"], "conv_bias": vectors.get("conv_bias"),
+            "in_bias": vectors.get("mamba_in_bias"), "out_bias": vectors.get("mamba_out_bias"),
+        }  # fmt: skip
+        sizes = {"key_heads": net.groups, "value_heads": net.heads, "key_dim": net.state_dim, "value_dim": net.head_dim}
+        stacks = "mamba_in", "mamba_out"
     else:
         given = {name: vectors.get(f"conv_{name}") for name in ("in_bias", "out_bias")}
         given["conv_bias"], sizes, stacks = vectors.get("conv_bias"), {}, ("conv_in", "conv_out")
@@ -246,8 +255,8 @@ class LoopedDecode:
     A step is a RuntimeError where another rank has gone.
     """
 
-    def __init__(self, parts: StepParts, pool: ThreadPool | None = None) -> None:
-        """``pool``: one with torch's number of threads unless given; steps of one pool must not overlap."""
+    def __init__(self, parts: StepParts, num_threads: int | None = None, *, pool: ThreadPool | None = None) -> None:
+        """``num_threads`` is torch's unless given; of a ``pool`` that is shared, steps must not overlap."""
         config = parts.config
         problem = why_not_looped_cpu(parts.decoder.config, dtype=config.dtype, device=config.device)
         problem = problem or why_not_looped_ranks(config.parallel)
@@ -255,7 +264,7 @@ class LoopedDecode:
             raise ValueError(f"executor 'looped': {problem}")
         self._max_batch, vocab_size = max_batch(config), parts.decoder.config.vocab_size
         library = panels_of(parts.decoder, "o").library
-        self.pool = pool or ThreadPool(library, torch.get_num_threads())
+        self.pool = pool or ThreadPool(library, num_threads or torch.get_num_threads())
         model, rows = model_of(parts.decoder), _rows(parts)
         floats = workspace_floats(self.pool, model, rows, self._max_batch)
         ranks, shared = None, None

@@ -147,6 +147,7 @@ def _cpu() -> Kernels:
         attend_rows=pytorch.rows_attention(norms.norm_rope, attention.decode_attention),
         causal_conv=prompt.causal_conv,
         gated_delta=prompt.gated_delta,
+        selective_scan=prompt.selective_scan,
     )
 
 

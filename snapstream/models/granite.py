@@ -55,7 +55,9 @@ def _rewrite(settings: Settings) -> Settings:
     """Without experts the shared MLP is the only one; its size has a name of its own."""
     found = dict(settings)
     types = found.get("layer_types") or found.pop("layers_block_type", None) or [MAMBA] * num_layers(found)
-    found["layer_types"] = [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    if isinstance(types, list):  # other kinds are refused later
+        types = [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    found["layer_types"] = types
     if not found.get("num_local_experts"):
         found["intermediate_size"] = found["shared_intermediate_size"]
     return found
@@ -158,8 +160,7 @@ _DEFAULTS: Settings = {
 GRANITE = Family(defaults={**_DEFAULTS, "mlp_bias": False}, recipe=_granite)
 GRANITE_HYBRID = Family(
     defaults={
-        **_DEFAULTS, "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "max_position_embeddings": 2048, "num_local_experts": 8, "num_experts_per_tok": 2,
+        **_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024, "position_embedding_type": None, "mamba_n_heads": 128, "mamba_n_groups": 1,
         "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
         "mamba_proj_bias": False,

@@ -111,6 +111,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found["sliding_window"] = 5000
     if family.other_layer_types:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
+        if architecture.startswith("Granite"):
+            found |= draw_mamba(random, size, found["hidden_size"])
     if family.has_experts:
         found |= draw_experts(random, size, architecture, layers)
     if rope is None or (rope["rope_type"] != "longrope" and architecture != "Phi3ForCausalLM"):
@@ -136,6 +138,20 @@ def draw_recurrent(random: Random, size: Sizes, kind: str, layers: int) -> dict[
     }  # fmt: skip
 
 
+def draw_mamba(random: Random, size: Sizes, hidden: int) -> dict[str, Any]:
+    """Mamba-2, and Granite's multipliers; the sizes of all heads together are a multiple of the hidden size."""
+    expand = size.any(1, 3)
+    heads = random.choice([count for count in range(1, 10) if expand * hidden % count == 0])
+    return {
+        "mamba_expand": expand, "mamba_n_heads": heads, "mamba_d_head": expand * hidden // heads,
+        "mamba_n_groups": random.choice([count for count in range(1, heads + 1) if heads % count == 0]),
+        "mamba_d_state": size.any(1, 140), "mamba_d_conv": size.any(2, 6), "mamba_conv_bias": random.random() < 0.5,
+        "mamba_proj_bias": random.random() < 0.5, "shared_intermediate_size": size.inputs(100),
+        "position_embedding_type": random.choice([None, "rope"]), "attention_multiplier": random.choice([1.0, 0.1]),
+        "residual_multiplier": 0.6, "logits_scaling": 2.0, "embedding_multiplier": 3.0,
+    }  # fmt: skip
+
+
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
     groups = random.choice([1, 1, 2, 4]) if "Deepseek" in architecture or "Glm4" in architecture else 1
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
@@ -146,7 +162,7 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
         "norm_topk_prob": architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5,
         "first_k_dense_replace": size.any(0, layers), "num_nextn_predict_layers": 0,
-    } | ({"intermediate_size": inner} if architecture == "MixtralForCausalLM" else {})  # fmt: skip
+    } | ({"intermediate_size": inner} if architecture.startswith(("Mixtral", "GraniteMoe")) else {})  # fmt: skip
 
 
 def forms_of(width: str, group: int) -> WeightFormats:

@@ -230,7 +230,30 @@ def short_conv(hidden: int, kernel: int) -> ModelConfig:
     })  # fmt: skip
 
 
+# Groups, heads, elements of B and of a head; hidden size, tokens of a convolution.
+SCANS = [(1, 6, 20, 24, 48, 3), (3, 3, 5, 7, 21, 2), (2, 4, 128, 64, 128, 4), (1, 1, 81, 36, 36, 7)]
+SCAN_IN_GROUPS = (2, 4, 16, 32, 64, 4)
+
+
+def mamba2(sizes: tuple[int, ...], is_mixture: bool) -> ModelConfig:
+    groups, heads, states, head_dim, hidden, kernel = sizes
+    return model_config_from_dict({
+        "architectures": ["GraniteMoeHybridForCausalLM"], "vocab_size": 61, "hidden_size": hidden,
+        "intermediate_size": 32, "shared_intermediate_size": 64, "num_local_experts": 5 if is_mixture else 0,
+        "num_experts_per_tok": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 32,
+        "mamba_n_groups": groups, "mamba_n_heads": heads, "mamba_d_state": states, "mamba_d_head": head_dim,
+        "mamba_expand": heads * head_dim // hidden, "mamba_d_conv": kernel, "mamba_conv_bias": heads > 1,
+        "mamba_proj_bias": is_mixture, "attention_multiplier": 0.05, "residual_multiplier": 0.6,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "num_hidden_layers": 4,
+        "layer_types": ["mamba", "attention", "mamba", "mamba"],
+    })  # fmt: skip
+
+
 RECURRENT_MODELS = [
+    *((mamba2(sizes, at % 2 == 0), width, False)
+      for at, sizes in enumerate(SCANS) for width in (("float32", "bfloat16") if at == 1 else ("float32",))),
+    (mamba2(SCAN_IN_GROUPS, True), "int8", False), (mamba2(SCAN_IN_GROUPS, False), "int8", True),
+    (mamba2(SCAN_IN_GROUPS, False), "int4", True),
     *((delta_net(sizes, at % 2 == 0), width, False)
       for at, sizes in enumerate(NETS) for width in (("float32", "bfloat16") if at == 1 else ("float32",))),
     *((delta_net(NETS_IN_GROUPS[at], False), "int8", at == 1) for at in (0, 1, 1)),

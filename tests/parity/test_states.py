@@ -69,6 +69,17 @@ def test_the_delta_rule_by_chunks_is_that_by_tokens(count: int) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 130])
+def test_the_scan_by_chunks_is_that_by_tokens(count: int) -> None:
+    torch.manual_seed(count)
+    c, b = torch.randn(2, 2, count, 3, 8)
+    x, decay = torch.randn(2, count, 6, 12), -2.0 * torch.rand(2, count, 6)
+    want, got = (state := torch.randn(2, 6, 8, 12)).clone(), state.clone()
+    out = reference.selective_scan(c, b, x, decay, want)
+    torch.testing.assert_close(pytorch.selective_scan(c, b, x, decay, got), out, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
 @pytest.fixture(params=instruction_sets())
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     library = load(request.param)
@@ -123,7 +134,24 @@ def test_a_native_delta_rule_is_the_reference(seed: int) -> None:
     assert torch.equal(prompt.gated_delta(*(x[-1:] for x in (q, k, v, decay, beta)), one), out[-1:])
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5"])
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("seed", range(12))
+def test_a_native_scan_is_the_reference(seed: int) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    sequences, count, groups, each, states, size = (draw.randint(1, most) for most in (3, 70, 3, 3, 130, 130))
+    c, b = torch.randn(2, sequences, count, groups, states)
+    x, decay = torch.randn(sequences, count, groups * each, size), -2.0 * torch.rand(sequences, count, groups * each)
+    state = torch.randn(sequences, groups * each, states, size)
+    want, got, in_parts = state.clone(), state.clone(), state.clone()
+    out = prompt.selective_scan(c, b, x, decay, got)
+    torch.testing.assert_close(out, reference.selective_scan(c, b, x, decay, want), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    parts = [prompt.selective_scan(*(p[:, own] for p in (c, b, x, decay)), in_parts) for own in cut_into(draw, count)]
+    assert torch.equal(torch.cat(parts, dim=1), out) and torch.equal(in_parts, got)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe"])
 def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
     asked = prompts(*range(1, 52, 3))

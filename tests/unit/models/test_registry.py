@@ -107,6 +107,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000000.0, "tie_word_embeddings": True},
         8_170_864_640,
     ),
+    **{
+        name: (
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": False, "embedding_multiplier": 12,
+             "hidden_size": hidden, "intermediate_size": inner, "layer_types": [
+                 "attention" if layer in (5, 15, 25, 35) else "mamba" for layer in range(40)],
+             "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2,
+             "mamba_n_groups": 1, "mamba_n_heads": hidden // 32, "mamba_proj_bias": False,
+             "max_position_embeddings": 131072, "num_attention_heads": heads, "num_experts_per_tok": chosen,
+             "num_hidden_layers": 40, "num_key_value_heads": kv_heads, "num_local_experts": experts,
+             "position_embedding_type": "nope", "rms_norm_eps": 1e-05, "shared_intermediate_size": shared,
+             "tie_word_embeddings": True, "vocab_size": 100352},
+            parameters,
+        )
+        for name, hidden, inner, shared, experts, chosen, heads, kv_heads, parameters in (
+            ("granite-4.0-h-micro", 2048, 8192, 8192, 0, 0, 32, 8, 3_191_396_096),
+            ("granite-4.0-h-tiny", 1536, 512, 1024, 64, 6, 12, 4, 6_939_037_248),
+            ("granite-4.0-h-small", 4096, 768, 1536, 72, 10, 32, 8, 32_207_337_984),
+        )
+    },
     "gemma-3-1b-it": (
         {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
@@ -767,6 +786,10 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"sliding_window": 77, "max_window_layers": 3}
     if "linear_key_head_dim" in known:
         settings["head_dim"] = 16  # of which a quarter is rotated
+    if architecture == "GraniteMoeHybridForCausalLM":
+        settings |= {"layer_types": ["linear_attention", *["full_attention"] * (settings["num_hidden_layers"] - 1)],
+                     "mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 3,
+                     "mamba_conv_bias": False, "mamba_proj_bias": True, "shared_intermediate_size": 40}  # fmt: skip
     if architecture == "HYV3ForCausalLM":
         settings |= {"mlp_bias": False, "num_shared_experts": 3, "router_scaling_factor": 1.5}
     if architecture == "CohereForCausalLM":

@@ -50,6 +50,9 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     const float *taps, *conv_bias;         // [L', K, C]; [L', C] or null
     // Of gated DeltaNet: [L', 2 H, D], of beta and of the decay of each value head; [L', H] each; [L', V]
     const float *gates, *rate, *step, *norm;
+    // Of Mamba-2 instead: no gates, norm [L', I], and what inputs add to outputs [L', H]; key heads are groups, with B and
+    // C of key_dim numbers, value heads its heads. Null: not Mamba-2.
+    const float* skip;
     int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim;  // value_heads 0: short convolutions
 };
 
@@ -85,6 +88,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t scaled_from;  // queries at positions from here on are multiplied (query_scale in step.h); 0: none are
     float query_beta;
     float dynamic_factor, dynamic_theta, rope_scale, eps;
+    float unrotated_scale;  // of queries and keys in layers without rotary embedding
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;
     Mixture mixture;

@@ -46,8 +46,8 @@ inline void rotated_head(Work& w, const float* head, const float* weight, const 
         const float low = weight ? head[i] * factor * weight[i] : head[i];
         const float high = weight ? head[half + i] * factor * weight[half + i] : head[half + i];
         if (!angle) {
-            out[i] = low;
-            out[half + i] = high;
+            out[i] = low * w.model.unrotated_scale;
+            out[half + i] = high * w.model.unrotated_scale;
             continue;
         }
         out[i] = low * angle[i] - high * angle[half + i];

@@ -333,6 +333,7 @@ inline void add_panel(Work& w, int64_t layer, const float* sums, int64_t first) 
         const float* shared = sums + (num_pairs(w) + b) * PANEL;
         for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i];
         const int64_t at = b * w.model.hidden + first;
+        for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
         if (w.ranks.is_alone())
             for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
         else std::copy(total, total + rows, own_part(w, AFTER_MLP) + at);

@@ -203,10 +203,21 @@ def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = No
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """See ``reference.gated_delta``; token by token, each task with some columns of a state in its nearest cache."""
-    (num_sequences, num_tokens, key_heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
-    if not (num_tokens and _is_native(q, state)):
+    if not (q.shape[1] and _is_native(q, state)):
         return pytorch.gated_delta(q, k, v, decay, beta, state)
-    q, k, v, decay, beta = (part.contiguous() for part in (q, k, v, decay.exp(), beta))
+    return _apply(q, k, v, decay, beta.contiguous(), state)
+
+
+def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+    """See ``reference.selective_scan``; as ``gated_delta``."""
+    if not (x.shape[1] and _is_native(x, state)):
+        return pytorch.selective_scan(c, b, x, decay, state)
+    return _apply(c, b, x, decay, None, state)
+
+
+def _apply(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor) -> Tensor:
+    (num_sequences, num_tokens, key_heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
+    q, k, v, decay = (part.contiguous() for part in (q, k, v, decay.exp()))
     out = torch.empty(v.shape)
     native = DeltaRule(
         q=address(q), k=address(k), v=address(v), decay=address(decay), beta=address(beta), state=address(state),

@@ -1,4 +1,5 @@
-// Recurrences over prompts: causal convolutions, and the gated delta rule (reference: ../../reference.py).
+// Recurrences over prompts: causal convolutions, the gated delta rule, and the scan of Mamba-2, which is the same without
+// what the state tells of a key (reference: ../../reference.py).
 //
 // Invariant: a task goes through the tokens of its own channels or columns in order, and every sum is taken in one
 // order, so results do not depend on where a prompt is cut, nor on other prompts.
@@ -55,7 +56,7 @@ void convolve(const Convolving& own, int64_t sequence, int64_t begin, int64_t en
 }
 
 // Columns [first, first + N W) of a value head's state, or fewer with N = 1. block: [keys][N W].
-template <int N>
+template <int N, bool IS_DELTA>
 void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t first, float* block) {
     const int64_t keys = own.key_dim, values = own.value_dim, heads = own.value_heads;
     const int64_t left = values - first, key_head = head / (heads / own.key_heads);
@@ -65,7 +66,7 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
         return of + ((sequence * own.tokens + token) * own.key_heads + key_head) * keys;
     };
     float* state = own.state + (sequence * heads + head) * keys * values + first;
-    const vec scale = all(1.0f / std::sqrt(static_cast<float>(keys)));
+    const vec scale = all(IS_DELTA ? 1.0f / std::sqrt(static_cast<float>(keys)) : 1.0f);
 
     // Sums of even and of odd rows, which are added at the end: twice as many chains as vectors.
     vec told[2][N] = {};
@@ -74,16 +75,16 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
         for (int n = 0; n < N; ++n) {
             const vec x = get(state + i * values + n * W);
             store(block + (i * N + n) * W, x);
-            told[i % 2][n] += x * k[i];
+            if (IS_DELTA) told[i % 2][n] += x * k[i];
         }
     for (int64_t token = 0; token < own.tokens; ++token) {
         const int64_t gate = (sequence * own.tokens + token) * heads + head;
-        const float decay = own.decay[gate], beta = own.beta[gate];
+        const float decay = own.decay[gate], beta = IS_DELTA ? own.beta[gate] : 1.0f;
         const float *q = key_of(own.q, token), *v = own.v + gate * values + first;
         const float* next = key_of(own.k, std::min(token + 1, own.tokens - 1));
         vec u[N], sums[2][N] = {};
         for (int n = 0; n < N; ++n) {
-            u[n] = (get(v + n * W) - (told[0][n] + told[1][n]) * decay) * beta;
+            u[n] = IS_DELTA ? (get(v + n * W) - (told[0][n] + told[1][n]) * decay) * beta : get(v + n * W);
             told[0][n] = told[1][n] = vec{};
         }
         const auto row = [&](int64_t i, int part) __attribute__((always_inline)) {
@@ -92,7 +93,7 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
                 const vec x = load(at) * decay + u[n] * k[i];
                 store(at, x);
                 sums[part][n] += x * q[i];
-                told[part][n] += x * next[i];
+                if (IS_DELTA) told[part][n] += x * next[i];
             }
         };
         int64_t i = 0;
@@ -132,8 +133,11 @@ void apply_delta_rule(const DeltaRule& own, int64_t threads) {
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; ++task) {
             const int64_t part = task % parts, heads = task / parts, head = heads % own.value_heads;
-            if (part < whole) run_columns<COLUMNS>(own, heads / own.value_heads, head, part * WIDTH, block);
-            else run_columns<1>(own, heads / own.value_heads, head, whole * WIDTH + (part - whole) * W, block);
+            const int64_t sequence = heads / own.value_heads, first = whole * WIDTH + (part - whole) * W;
+            if (part < whole && own.beta) run_columns<COLUMNS, true>(own, sequence, head, part * WIDTH, block);
+            else if (part < whole) run_columns<COLUMNS, false>(own, sequence, head, part * WIDTH, block);
+            else if (own.beta) run_columns<1, true>(own, sequence, head, first, block);
+            else run_columns<1, false>(own, sequence, head, first, block);
         }
     }
 }

@@ -1,4 +1,4 @@
-// The stages of layers that keep a state in the place of keys and values: gated short convolutions and gated DeltaNet
+// The stages of layers that keep a state in the place of keys and values: gated short convolutions, gated DeltaNet, Mamba-2
 // (reference: ../../../models/recurrent.py). A task reads and writes the state of its own row and channels or heads, so
 // results do not depend on other rows.
 #pragma once
@@ -154,6 +154,94 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head) {
     pack_heads(w, own.out, b, head, own.key_heads, out);
 }
 
+// Columns [first, first + W) of a head's state S [states, size], or `some` of them: S <- decay S + b x^T, out = S^T c.
+inline vec scan_columns(float* state, int64_t states, int64_t size, const float* b, const float* c, float decay, vec x,
+                        int64_t some) {
+    vec sums[2] = {};
+    if (some == W) {
+        for (int64_t i = 0; i < states; ++i) {
+            const vec next = load(state + i * size) * decay + x * b[i];
+            store(state + i * size, next);
+            sums[i % 2] += next * c[i];
+        }
+        return sums[0] + sums[1];
+    }
+    for (int64_t i = 0; i < states; ++i) {
+        const vec next = load_some(state + i * size, some) * decay + x * b[i];
+        float lanes[W];
+        store(lanes, next);
+        std::copy(lanes, lanes + some, state + i * size);
+        sums[i % 2] += next * c[i];
+    }
+    return sums[0] + sums[1];
+}
+
+// Of one token: norm per group of what its heads made, times the gates; then the convolution of B and C moves on.
+inline void finish_scan(Work& w, int64_t layer, int64_t b) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t place = place_of(w, layer), inner = own.value_heads * own.value_dim, each = inner / own.key_heads;
+    float *z = w.engine.heads + b * own.in.rows, *found = z + inner;
+    const float* norm = own.norm + place * inner;
+    for (int64_t j = 0; j < inner; ++j) found[j] *= z[j] / (1.0f + std::exp(-z[j]));
+    for (int64_t first = 0; first < inner; first += each) {
+        const float factor = norm_factor(found + first, each, w.model.eps);
+        for (int64_t j = first; j < first + each; ++j) z[j] = found[j] * factor * norm[j];
+    }
+    put_input(own.out, w.engine.packed, Place(w.tokens, b), z, 0, inner);
+    float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
+    for (int64_t i = 0; i + 1 < own.kernel; ++i) {
+        float* to = inputs + i * own.channels;
+        const float* from = i + 2 < own.kernel ? to + own.channels : found;  // of this token, all channels
+        std::copy(from + inner, from + own.channels, to + inner);
+    }
+}
+
+// One head of Mamba-2 and token: convolution of its channels and of its group's B and C, the scan (arXiv 2405.21060). Its
+// output takes the place of its inputs; who ends last of a token goes on with all of them.
+inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t place = place_of(w, layer), states = own.key_dim, size = own.value_dim, heads = own.value_heads;
+    const int64_t inner = heads * size, group = head / (heads / own.key_heads), at = place * heads + head;
+    float* x = w.engine.heads + b * own.in.rows + inner;
+    const float* taps = own.taps + place * own.kernel * own.channels;
+    const float* bias = own.conv_bias ? own.conv_bias + place * own.channels : nullptr;
+    float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
+    float *in = w.scratch, *out = in + states;
+    const Gated silu;
+    const auto activated = [&](vec sum, int64_t channel, int64_t some) {
+        return silu(bias ? sum + load_some(bias + channel, some) : sum, all(1.0f));
+    };
+    const auto shared = [&](int64_t first, float* to) {  // of the group: read by all its heads, moved on by the last
+        for (int64_t i = 0; i < states; i += W) {
+            const int64_t some = std::min<int64_t>(W, states - i), channel = first + i;
+            vec sum = {};
+            for (int64_t k = 0; k < own.kernel; ++k) {
+                const float* from = k + 1 < own.kernel ? inputs + k * own.channels + channel : x + channel;
+                sum += load_some(taps + k * own.channels + channel, some) * load_some(from, some);
+            }
+            float lanes[W];
+            store(lanes, activated(sum, channel, some));
+            std::copy(lanes, lanes + some, to + i);
+        }
+    };
+    shared(inner + group * states, in);
+    shared(inner + (own.key_heads + group) * states, out);
+    const float logit = x[own.channels + head] + own.step[at];
+    const float step = logit > 20.0f ? logit : std::log1p(std::exp(logit)), decay = std::exp(own.rate[at] * step);
+    float* state = state_of(w, w.rows.memories, layer, b, inner * states) + head * states * size;
+    for (int64_t i = 0; i < size; i += W) {
+        const int64_t some = std::min<int64_t>(W, size - i), channel = head * size + i;
+        const vec own_x = activated(convolve(w, inputs, taps, channel, some, load_some(x + channel, some)), channel, some);
+        const vec found = scan_columns(state + i, states, size, in, out, decay, own_x * step, some) + own_x * own.skip[at];
+        float lanes[W];
+        store(lanes, found);
+        std::copy(lanes, lanes + some, x + channel);
+    }
+    if (w.engine.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < heads) return;
+    w.engine.heads_done[b].store(0, std::memory_order_relaxed);
+    finish_scan(w, layer, b);
+}
+
 inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer);
@@ -162,6 +250,10 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
         case 1: return project(w, own.in, place, own.in_bias, w.engine.heads);
         case 2:
             if (!own.value_heads) return short_conv(w, layer);
+            if (own.skip)
+                return w.share(w.step.batch * own.value_heads, 1, [&](int64_t task) {
+                    scan_head(w, layer, task / own.value_heads, task % own.value_heads);
+                });
             return w.share(w.step.batch * own.key_heads, 1,
                            [&](int64_t task) { delta_head(w, layer, task / own.key_heads, task % own.key_heads); });
         default: return add_product(w, own.out, place, own.out_bias, AFTER_ATTENTION);
