@@ -586,12 +586,9 @@ class ModelConfig:
             count = len(getattr(self.rope, name))
             pairs = self.rope.rotary_dim(self.rope_dim) // 2 if self.rope.kind == "longrope" else 0
             check(count == pairs, f"rope {self.rope.kind}: {name} has {count} numbers; {pairs} pairs are rotated")
-        scales_scores = self.multipliers.attention != 1.0
         check(
-            not scales_scores
-            or isinstance(self.recurrent, Mamba2)
-            or (self.rotated_layers is None and self.rope.partial_rotary_factor == 1.0),
-            "a multiplier of attention needs heads that are rotated as a whole, in every layer",
+            self.multipliers.attention == 1.0 or self.rope.partial_rotary_factor == 1.0,
+            "a multiplier of attention needs heads that are rotated as a whole, or not at all",
         )
         check(
             self.is_plain or isinstance(self.recurrent, Mamba2) or (self.moe is None and self.latent is None),
