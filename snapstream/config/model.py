@@ -579,8 +579,8 @@ class ModelConfig:
             count = len(self.recurrent_layers)
             check(count < self.num_layers, "a model without any attention layer is not supported")
             check(
-                self.latent is None and self.windows is None and (self.is_plain or isinstance(self.recurrent, Mamba2)),
-                "recurrent layers beside latents, sliding windows, multipliers or norms of outputs are not supported",
+                self.latent is None and self.windows is None and self.is_pre_norm,
+                "recurrent layers beside latents, sliding windows or norms of outputs are not supported",
             )
         for name in ("short_factors", "long_factors"):
             count = len(getattr(self.rope, name))
@@ -590,10 +590,8 @@ class ModelConfig:
             self.multipliers.attention == 1.0 or self.rope.partial_rotary_factor == 1.0,
             "a multiplier of attention needs heads that are rotated as a whole, or not at all",
         )
-        check(
-            self.is_plain or isinstance(self.recurrent, Mamba2) or (self.moe is None and self.latent is None),
-            "multipliers, other places of norms and GELU are not supported with experts or latents",
-        )
+        check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
+        check(self.is_pre_norm or self.moe is None, "other places of norms and GELU are not supported with experts")
         check(
             self.multipliers.residual == 1.0 or not self.norms.has_outputs,
             "a multiplier of the residual stream with norms of outputs is not supported",
@@ -637,11 +635,15 @@ class ModelConfig:
         )
 
     @property
-    def is_plain(self) -> bool:
-        """Whether layers are pre-norm with SiLU, one block after the other, and have no multipliers."""
-        is_pre_norm = self.norms.has_inputs and not self.norms.has_outputs
+    def is_pre_norm(self) -> bool:
+        """Whether layers are pre-norm with SiLU, one block after the other."""
         is_serial = not self.is_parallel and not self.is_centered
-        return self.multipliers == Multipliers() and is_pre_norm and is_serial and self.activation == "silu"
+        return self.norms.has_inputs and not self.norms.has_outputs and is_serial and self.activation == "silu"
+
+    @property
+    def is_plain(self) -> bool:
+        """The same without multipliers."""
+        return self.multipliers == Multipliers() and self.is_pre_norm
 
     @property
     def own_vocab(self) -> int:
