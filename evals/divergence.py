@@ -58,6 +58,7 @@ def as_stored(name: str) -> RoundingOf:
 FORMATS: dict[str, tuple[RoundingOf, RoundingOf]] = {  # of keys and of values
     "float32": (exact, exact),
     "int8": (as_stored("int8"), as_stored("int8")),
+    "int8/int4": (as_stored("int8"), as_stored("int4")),
     "int4": (as_stored("int4"), as_stored("int4")),
     "int4 keys": (as_stored("int4"), exact),
     "int4 values": (exact, as_stored("int4")),
