@@ -81,7 +81,7 @@ def diverge(
     runner: ModelRunner, item: Item, rules: Sequence[HeadRule], max_tokens: int, eos: set[int]
 ) -> tuple[Tensor, Tensor, int]:
     """Nats and equal likeliest tokens by rule, each summed ``[B]`` over the answer's tokens but one; their count."""
-    rows = HeadRows(runner, item.prompt_ids, rules, roundings=[FORMATS[rule.name.partition("/")[0]] for rule in rules])
+    rows = HeadRows(runner, item.prompt_ids, rules, roundings=[FORMATS[rule.name.rpartition("/")[0]] for rule in rules])
     token = int(rows.first_logits.argmax())
     for forced in item.forced_ids:
         token = int(rows.feed(torch.full((len(rules),), forced))[0].argmax())
@@ -102,7 +102,7 @@ def divergence_table(model: Path) -> str:
     settings, last = records[-1]["settings"], records[-1]
     rows = []
     for name in records[0]["result"]:
-        form, _, part = name.partition("/")
+        form, _, part = name.rpartition("/")
         cells = [one["result"][name] for one in records]
         rows.append([
             "all" if part == "1" else f"1/{part}", form,
