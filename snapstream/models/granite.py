@@ -10,16 +10,7 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import Mamba2, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, num_layers
-from snapstream.models.tensors import (
-    TensorSpec,
-    TensorSpecs,
-    attention_tensors,
-    expert_tensors,
-    mlp_tensors,
-    outer_tensors,
-    renamed,
-    vector,
-)
+from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 TYPES = {"mamba": MAMBA, "attention": ATTENTION}  # as published files spell them
@@ -142,15 +133,10 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    attention = {
-        name: replace(spec, layers=config.attention_layers) for name, spec in attention_tensors(config).items()
-    }
-    if config.moe is None:
-        mlp = dict(mlp_tensors(config))
-    else:
-        mlp = dict(expert_tensors(replace(config, has_fused_experts=True)))
-        mlp["shared_gate_up"] = replace(mlp["shared_gate_up"], parts={"mlp.gate_up_proj.weight": ()})
-    return renamed({**outer_tensors(config), **attention, **mamba_tensors(config, "mamba"), **mlp}, NAMES)
+    specs = {**decoder_tensors(replace(config, has_fused_experts=True)), **mamba_tensors(config, "mamba")}
+    if config.moe is not None:
+        specs["shared_gate_up"] = replace(specs["shared_gate_up"], parts={"mlp.gate_up_proj.weight": ()})
+    return renamed(specs, NAMES)
 
 
 _DEFAULTS: Settings = {

@@ -10,17 +10,7 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import LayerNorms, MoEConfig, ShortConv
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import Family, Recipe, num_layers
-from snapstream.models.tensors import (
-    ExpertNames,
-    TensorSpec,
-    TensorSpecs,
-    attention_tensors,
-    expert_tensors,
-    mlp_tensors,
-    outer_tensors,
-    renamed,
-    vector,
-)
+from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
 CONV, ATTENTION = "conv", "full_attention"
 # Names of other families' checkpoints, and what they are here.
@@ -84,14 +74,8 @@ def _moe_recipe(settings: Settings) -> Recipe:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    attention = {
-        name: replace(spec, layers=config.attention_layers) for name, spec in attention_tensors(config).items()
-    }
-    specs = {**outer_tensors(config), **attention, **_conv_tensors(config), **mlp_tensors(config)}
-    if config.moe is not None:
-        names = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
-        specs |= expert_tensors(config, names)
-    return renamed(specs, NAMES)
+    names = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
+    return renamed({**decoder_tensors(config, names), **_conv_tensors(config)}, NAMES)
 
 
 def _conv_tensors(config: ModelConfig) -> TensorSpecs:

@@ -10,16 +10,7 @@ from snapstream.config.model import DeltaNet, MoEConfig
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, num_layers
 from snapstream.models.qwen import qwen3_moe_refusals
-from snapstream.models.tensors import (
-    TensorSpec,
-    TensorSpecs,
-    attention_tensors,
-    expert_tensors,
-    mlp_tensors,
-    outer_tensors,
-    renamed,
-    vector,
-)
+from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
 
@@ -67,11 +58,7 @@ def _moe_recipe(settings: Settings) -> Recipe:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    attention = {
-        name: replace(spec, layers=config.attention_layers) for name, spec in attention_tensors(config).items()
-    }
-    mlp = mlp_tensors(config) if config.moe is None else expert_tensors(config)
-    specs = {**outer_tensors(config), **attention, **_delta_tensors(config), **mlp}
+    specs = {**decoder_tensors(config), **_delta_tensors(config)}
     return renamed(specs, {"mlp.shared_experts.": "mlp.shared_expert."})
 
 

@@ -152,7 +152,7 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def attention_tensors(config: ModelConfig) -> TensorSpecs:
-    """Grouped-query attention; see ``head_orders`` for partly rotated heads."""
+    """Grouped-query attention of the layers that have it; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     gates = queries if config.has_attention_gate else 0  # [gates | queries] of one tensor, before keys and values
@@ -198,6 +198,8 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
             part = f"self_attn.{name}_norm.weight"
             order = {part: orders[name]} if orders else {}
             specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order)
+    if config.recurrent_layers:
+        return {name: replace(spec, layers=config.attention_layers) for name, spec in specs.items()}
     return specs
 
 
