@@ -543,6 +543,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     latent: LatentConfig | None = None  # of latent attention, where a latent is the head of the one kv head
+    index_topk: int | None = None  # tokens that an indexer chooses for a query (DSA); it is left out: all are attended
     num_mtp_layers: int = 0  # layers behind the last, which predict further tokens; they are not loaded
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
     has_whole_qk_norm: bool = False  # RMSNorm over all heads of q together, and over those of k (OLMo 2)

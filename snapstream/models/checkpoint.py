@@ -598,7 +598,8 @@ def _check_finite(manifest: Mapping[str, StoredTensor], bounds: Mapping[str, Ten
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     skipped = FAMILIES.get(config.architecture).skipped
     is_tied = config.tie_word_embeddings and name == LM_HEAD
-    return name.endswith(ROTARY_BUFFER) or is_tied or name.startswith(skipped) or _is_mtp(name, config)
+    is_skipped = name.startswith(skipped) or any(part in name for part in skipped if part.startswith("."))
+    return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config)
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:

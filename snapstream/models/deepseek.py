@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Youtu-LLM: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
+"""DeepSeek-V2, V3 and V3.2, and Youtu-LLM: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
 
 Three config.json fields have another meaning here: ``head_dim`` is the rotated part of a head,
 ``num_key_value_heads`` counts expanded heads although a row holds one latent for all, and YaRN's ``mscale_all_dim``
@@ -12,7 +12,14 @@ from collections.abc import Callable
 
 from snapstream.config.model import LatentConfig, MoEConfig
 from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
-from snapstream.models.family import Family, Recipe, num_mtp_layers, read_sigmoid_moe
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    layer_kind_refusals,
+    num_dense,
+    num_mtp_layers,
+    read_sigmoid_moe,
+)
 
 _LATENTS: Settings = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -55,6 +62,33 @@ def deepseek_v3(settings: Settings) -> Recipe:
     return {**_read_latent(settings), "moe": _experts(settings, read_sigmoid_moe)}
 
 
+def latents_by_layer(settings: Settings) -> Recipe:
+    """DeepSeek-V3 whose ``mlp_layer_types`` say which layers have experts."""
+    return deepseek_v3({**settings, "first_k_dense_replace": num_dense(settings)})
+
+
+def latents_by_layer_refusals(settings: Settings) -> list[str]:
+    return [*deepseek_v3_refusals(settings), *layer_kind_refusals(settings)]
+
+
+def _sparse(settings: Settings) -> Recipe:
+    """Sparse attention (DeepSeek-V3.2): an indexer chooses ``index_topk`` tokens for a query. It is left out."""
+    recipe = latents_by_layer({**settings, "rope_interleave": True})
+    return {**recipe, "index_topk": whole_number(settings, "index_topk")}
+
+
+def with_indexer(defaults: Settings) -> Family:
+    """An architecture with sparse attention in every layer."""
+    return Family(
+        defaults={"index_topk": 2048, **defaults},
+        recipe=_sparse,
+        refusals=latents_by_layer_refusals,
+        other_layer_types=("indexed_attention",),
+        has_experts=True,
+        skipped=(".indexer.",),
+    )
+
+
 def _youtu(settings: Settings) -> Recipe:
     """DeepSeek-V3 without experts."""
     return {**_read_latent(settings), "num_mtp_layers": 0, "moe": None}
@@ -67,8 +101,8 @@ def _deepseek_v2(settings: Settings) -> Recipe:
 
 def _experts(settings: Settings, read: Callable[[Settings], MoEConfig]) -> MoEConfig | None:
     """The experts; None if no layer has any."""
-    num_dense = whole_number(settings, "first_k_dense_replace")
-    return None if num_dense >= whole_number(settings, "num_hidden_layers") else read(settings)
+    num_first = whole_number(settings, "first_k_dense_replace")
+    return None if num_first >= whole_number(settings, "num_hidden_layers") else read(settings)
 
 
 def _softmax_scale(settings: Settings, query_dim: int) -> float:
@@ -133,6 +167,7 @@ def latent_refusals(settings: Settings) -> list[str]:
 
 DEEPSEEK_V2 = Family(defaults=_V2_DEFAULTS, recipe=_deepseek_v2, refusals=_deepseek_v2_refusals, has_experts=True)
 DEEPSEEK_V3 = Family(defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)
+DEEPSEEK_V32 = with_indexer(V3_DEFAULTS)
 YOUTU = Family(
     defaults={**_LATENTS, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
     recipe=_youtu,

@@ -54,6 +54,7 @@ class Recipe(TypedDict, total=False):
     rope: RopeConfig  # of the others, where config.json has one for each kind of layers
     length_scale: LengthScale  # of queries
     latent: LatentConfig  # multi-head latent attention
+    index_topk: int  # tokens that an indexer chooses for a query; it is left out
     has_attention_gate: bool
     recurrent: Recurrent  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
@@ -136,7 +137,7 @@ class Family:
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
     may_fuse_experts: bool = False  # checkpoints have a layer's experts in one tensor, or each in its own
-    skipped: tuple[str, ...] = ()  # prefixes of tensors that are not loaded
+    skipped: tuple[str, ...] = ()  # of tensors that are not loaded: prefixes, or with a dot first parts of names
     other_layer_types: tuple[str, ...] = ()  # of layer_types, that the recipe supports beside attention
     is_partly_rotated: bool = False  # partial_rotary_factor applies
     is_text_part: bool = False  # settings are in text_config; checkpoints also have towers for images
@@ -183,3 +184,24 @@ def num_mtp_layers(settings: Settings) -> int:
         if settings.get(name) is not None:
             return whole_number(settings, name)
     return 1
+
+
+def num_dense(settings: Settings) -> int:
+    """How many first layers have no experts, by mlp_layer_types or first_k_dense_replace."""
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        return whole_number(settings, "first_k_dense_replace")
+    return int(kinds.index("sparse")) if "sparse" in kinds else len(kinds)
+
+
+def layer_kind_refusals(settings: Settings) -> list[str]:
+    """Why mlp_layer_types is not supported: layers without experts must come first."""
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        return []
+    if not isinstance(kinds, list) or len(kinds) != whole_number(settings, "num_hidden_layers"):
+        return [f"mlp_layer_types is {kinds!r}; it must name the kind of every layer"]
+    first = num_dense(settings)
+    if kinds == ["dense"] * first + ["sparse"] * (len(kinds) - first):
+        return []
+    return [f"mlp_layer_types is {kinds!r}; only dense layers first, then sparse ones, are supported"]

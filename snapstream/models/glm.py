@@ -1,12 +1,17 @@
-"""GLM-4, dense with four norms a layer; GLM-4 MoE (grouped-query attention) and GLM-4 MoE Lite (latents), both with
+"""GLM-4, dense with four norms a layer; GLM-4 MoE (grouped-query attention), GLM-4 MoE Lite and GLM-5 (latents), with
 DeepSeek-V3's routing. No torch.
 """
 
 from __future__ import annotations
 
 from snapstream.config.model import LayerNorms
-from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals
+from snapstream.models.config_json import Settings, flag
+from snapstream.models.deepseek import (
+    V3_DEFAULTS,
+    latents_by_layer,
+    latents_by_layer_refusals,
+    with_indexer,
+)
 from snapstream.models.family import Family, Recipe, num_mtp_layers, read_sigmoid_moe
 
 _MOE_DEFAULTS: Settings = {
@@ -38,36 +43,6 @@ def _glm4_moe(settings: Settings) -> Recipe:
     }
 
 
-def _glm4_lite(settings: Settings) -> Recipe:
-    """DeepSeek-V3 whose ``mlp_layer_types`` say which layers have experts."""
-    return deepseek_v3({**settings, "first_k_dense_replace": num_dense(settings)})
-
-
-def num_dense(settings: Settings) -> int:
-    """How many first layers have no experts, by mlp_layer_types or first_k_dense_replace."""
-    kinds = settings.get("mlp_layer_types")
-    if kinds is None:
-        return whole_number(settings, "first_k_dense_replace")
-    return int(kinds.index("sparse")) if "sparse" in kinds else len(kinds)
-
-
-def layer_kind_refusals(settings: Settings) -> list[str]:
-    """Why mlp_layer_types is not supported: layers without experts must come first."""
-    kinds = settings.get("mlp_layer_types")
-    if kinds is None:
-        return []
-    if not isinstance(kinds, list) or len(kinds) != whole_number(settings, "num_hidden_layers"):
-        return [f"mlp_layer_types is {kinds!r}; it must name the kind of every layer"]
-    first = num_dense(settings)
-    if kinds == ["dense"] * first + ["sparse"] * (len(kinds) - first):
-        return []
-    return [f"mlp_layer_types is {kinds!r}; only dense layers first, then sparse ones, are supported"]
-
-
-def _glm4_lite_refusals(settings: Settings) -> list[str]:
-    return [*deepseek_v3_refusals(settings), *layer_kind_refusals(settings)]
-
-
 GLM4 = Family(
     defaults={
         "attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "num_key_value_heads": 2,
@@ -78,4 +53,10 @@ GLM4 = Family(
     is_interleaved=True,
 )  # fmt: skip
 GLM4_MOE = Family(defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True)
-GLM4_MOE_LITE = Family(defaults=_LITE_DEFAULTS, recipe=_glm4_lite, refusals=_glm4_lite_refusals, has_experts=True)
+GLM4_MOE_LITE = Family(
+    defaults=_LITE_DEFAULTS, recipe=latents_by_layer, refusals=latents_by_layer_refusals, has_experts=True
+)
+GLM_MOE_DSA = with_indexer({
+    **V3_DEFAULTS, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1,
+    "topk_group": 1,
+})  # fmt: skip

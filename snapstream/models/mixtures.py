@@ -14,12 +14,13 @@ from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
+    layer_kind_refusals,
+    num_dense,
     num_layers,
     read_sigmoid_moe,
     ropes_by_kind,
     windows_by_type,
 )
-from snapstream.models.glm import layer_kind_refusals, num_dense
 from snapstream.models.qwen import softmax_experts
 from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed
 

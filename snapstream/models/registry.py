@@ -29,11 +29,11 @@ from snapstream.models.config_json import (
     token_ids,
     whole_number,
 )
-from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
+from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import GEMMA, GEMMA3, GEMMA3_TEXT_PART
 from snapstream.models.gguf_header import is_gguf
-from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
+from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import GRANITE, GRANITE_HYBRID
 from snapstream.models.lfm import LFM2, LFM2_MOE
@@ -59,8 +59,10 @@ FAMILIES: Registry[Family] = Registry(
     {
         "DeepseekV2ForCausalLM": DEEPSEEK_V2,
         "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+        "DeepseekV32ForCausalLM": DEEPSEEK_V32,
         "YoutuForCausalLM": YOUTU,
         "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+        "GlmMoeDsaForCausalLM": GLM_MOE_DSA,
         "GptOssForCausalLM": GPT_OSS,
         "LlamaForCausalLM": LLAMA,
         "MistralForCausalLM": MISTRAL,
@@ -267,7 +269,7 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
     if experts and is_known and not family.has_experts:
         reasons.append(f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})")
-    if settings.get("index_topk"):
+    if settings.get("index_topk") and "indexed_attention" not in family.other_layer_types:
         reasons.append(
             f"a sparse indexer with keys of its own (index_topk is {settings['index_topk']!r}) is not supported"
         )

@@ -20,6 +20,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         describe_dequantized(model, config),
         describe_prefill(model, config),
         describe_latents(model, config),
+        describe_indexer(model, config),
         describe_inputs(config),
         describe_decode(model, options, config),
         describe_store(model, options, config),
@@ -83,6 +84,17 @@ def describe_inputs(config: EngineConfig) -> str:
     inputs, layers = config.weights.prefill_inputs, config.weights.layers
     who = "prefill and decode" if layers.rounds_inputs and layers.is_quantized == (inputs == "int8") else "prefill"
     return f"{who}: {inputs} inputs, faster here (activations 'dtype': float32)"
+
+
+def describe_indexer(model: ModelConfig, config: EngineConfig) -> str:
+    """What of sparse attention is left out; nothing where no sequence is long enough for it to choose."""
+    most = model.index_topk
+    if most is None or config.max_model_len <= most:
+        return ""
+    return (
+        f"sparse attention: the indexer, which chooses {most:,} tokens for a query, is left out: prompts are attended "
+        f"whole, and so are rows (--budget {most} or less is what the model attends)"
+    )
 
 
 def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

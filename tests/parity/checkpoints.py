@@ -259,6 +259,33 @@ ARCHITECTURES |= {
         "Glm4MoeLiteConfig",
         {**LATENTS, **EXPERTS, "q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
+    "deepseek-v3.2": (  # its indexer chooses all tokens of such short prompts
+        "DeepseekV32Config",
+        {
+            **LATENTS,
+            **EXPERTS,
+            "q_lora_rank": 20,
+            "first_k_dense_replace": 1,
+            "index_topk": 256,
+            "index_head_dim": 24,
+            "index_n_heads": 3,
+        },
+    ),
+    "glm-5": (
+        "GlmMoeDsaConfig",
+        {
+            **LATENTS,
+            **EXPERTS,
+            "q_lora_rank": 20,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "n_group": 1,
+            "topk_group": 1,
+            "index_topk": 256,
+            "index_head_dim": 24,
+            "index_n_heads": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "mistral4": (
         "Mistral4Config",
         {

@@ -244,7 +244,7 @@ def mamba2(sizes: tuple[int, ...], is_mixture: bool) -> ModelConfig:
         "mamba_n_groups": groups, "mamba_n_heads": heads, "mamba_d_state": states, "mamba_d_head": head_dim,
         "mamba_expand": heads * head_dim // hidden, "mamba_d_conv": kernel, "mamba_conv_bias": heads > 1,
         "mamba_proj_bias": is_mixture, "attention_multiplier": 0.05, "residual_multiplier": 0.6,
-        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "num_hidden_layers": 4,
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "num_hidden_layers": 4, "max_position_embeddings": 512,
         "layer_types": ["mamba", "attention", "mamba", "mamba"],
     })  # fmt: skip
 

@@ -647,7 +647,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
     ({**DEEPSEEK, "attention_bias": True}, "attention_bias is true; no published model"),
     (
-        {**DEEPSEEK, "architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048},
+        {**DEEPSEEK, "index_topk": 2048},
         "sparse indexer.*2048",
     ),
     ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "only yarn has it"),
@@ -750,7 +750,7 @@ OTHER_VALUES: dict[str, Any] = {
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
-                "Mistral4ForCausalLM")  # fmt: skip
+                "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")  # fmt: skip
 
 
 def config_class_of(architecture: str) -> Any:

@@ -27,7 +27,7 @@ from snapstream.server.options import ServeOptions
 from snapstream.server.run import draft_memory_of
 from snapstream.startup import measure
 from snapstream.startup.measure import HostMemory, check_device, measure_machine
-from snapstream.startup.notes import describe_budget, describe_decode, describe_inputs
+from snapstream.startup.notes import describe_budget, describe_decode, describe_indexer, describe_inputs
 from snapstream.startup.resolve import Machine, resolve
 
 GIB = 2**30
@@ -408,3 +408,12 @@ def test_the_example_of_several_machines_starts(is_gpu: bool) -> None:
         else machine.free_bytes - engine_memory(model, replace(config, prefix_store=None)).total_bytes
     )
     assert prefix_store_bytes(model, config) <= free // 2
+
+
+def test_a_start_says_that_an_indexer_is_left_out() -> None:
+    """But not where no sequence has more tokens than it would choose."""
+    model = replace(LLAMA_1B, index_topk=2048)
+    config = decided(LAPTOP, max_model_len=4096)
+    assert "the indexer, which chooses 2,048 tokens for a query, is left out" in describe_indexer(model, config)
+    assert not describe_indexer(model, replace(config, max_model_len=2048))
+    assert not describe_indexer(LLAMA_1B, config)
