@@ -86,8 +86,10 @@ class DraftModel:
 
     @torch.inference_mode()
     def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
-        """For each row and its tokens so far, the ``count >= 1`` tokens that are likeliest to follow."""
+        """For each row and its tokens so far, up to ``count >= 1`` tokens that are likeliest to follow."""
         began, read_s = perf_counter(), 0.0
+        most = max(self._capacity - self._read_len, 1)  # tokens that fit behind what is read
+        wanted = [(row, history, min(count, most)) for row, history, count in wanted]
         first: dict[int, int] = {}
         behind: list[tuple[int, list[int]]] = []
         for row, history, count in wanted:

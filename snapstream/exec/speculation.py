@@ -78,7 +78,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
-        """For each row, its tokens and a count >= 1: so many drafted tokens."""
+        """For each row, its tokens and a count >= 1: that many drafted tokens, or fewer."""
         ...
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
-from snapstream.plan.memory import engine_memory, prefix_store_bytes
+from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
 from snapstream.startup.measure import describe_prefill, latent_attention
 from snapstream.startup.ranks import threads_of_rank
 
@@ -23,6 +23,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         describe_indexer(model, config),
         describe_inputs(config),
         describe_decode(model, options, config),
+        describe_speculator(config),
         describe_store(model, options, config),
     )
     return tuple(line for line in lines if line)
@@ -104,6 +105,18 @@ def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineCo
     preferred = executor_of(preferred_executor(config.device), config.device)
     problem = preferred.why_not(model, config) or preferred.problem_here(config.parallel.ranks_here)
     return f"decode: {FALLBACK}, because {problem}"
+
+
+def describe_speculator(config: EngineConfig) -> str:
+    """The draft model of speculative decoding, if there is one."""
+    draft = config.speculator
+    if draft is None:
+        return ""
+    memory = speculator_memory(draft, config.max_rows)
+    return (
+        f"draft model: {draft.folder}, {format_bytes(memory.fixed_bytes)} and {format_bytes(memory.row_bytes)} a row, "
+        f"at most {config.num_speculative_tokens} tokens a step (--speculative-model, --num-speculative-tokens)"
+    )
 
 
 def describe_store(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str:

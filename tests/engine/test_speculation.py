@@ -246,7 +246,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 @needs_compiler
 @pytest.mark.usefixtures("no_lookup")
 @pytest.mark.parametrize("max_rows", [1, 16, 17])
-@pytest.mark.parametrize("draft", [*DRAFTS, "latents", "windows"])
+@pytest.mark.parametrize("draft", [*DRAFTS, "latents", "windows", "small windows"])
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3"])
 def test_a_draft_model_changes_no_answer(
     name: str, draft: str, max_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +255,8 @@ def test_a_draft_model_changes_no_answer(
     monkeypatch.setattr(Speculator, "MOST_SLOTS", 48)
     monkeypatch.setattr(draft_model, "MOST_FED", 21)
     folder, random = save(make_model(name), tmp_path / "target"), Random(f"{name} {draft} {max_rows}")
-    own = {"latents": make_model("deepseek-v3", q_lora_rank=None), "windows": make_model("mistral-window")}.get(draft)
+    own = {"latents": make_model("deepseek-v3", q_lora_rank=None), "windows": make_model("mistral-window"),
+           "small windows": make_model("mistral-window", sliding_window=5)}.get(draft)  # fmt: skip
     other = save(own if own is not None else make_model("qwen3", **DRAFTS[draft]), tmp_path / "draft")
     prompts = [repeating(random, random.choice([1, 4, 30, 33, 90, 150])) for _ in range(9 if max_rows == 1 else 20)]
     params = [draw_params(random) for _ in prompts]
@@ -279,6 +280,7 @@ def test_a_draft_model_that_is_the_model_is_nearly_always_right() -> None:
     random = Random(2)
     prompts = [[random.randrange(6, 4000) for _ in range(size)] for size in (1, 30, 400)]
     with LLM(TINY_MODEL, budget="full", max_model_len=512, speculative_model=TINY_MODEL, progress=False) as llm:
+        assert any(line.startswith("draft model: ") and "a row, at most 8 tokens" in line for line in llm.notes)
         outputs = llm.generate(prompts, params)
     for output in outputs:
         assert output.timings.drafted_tokens > 40
