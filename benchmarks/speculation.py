@@ -93,7 +93,7 @@ def draft_folders() -> Iterator[tuple[Path, Path, Path]]:
         folder = stack.enter_context(llama_folder(vocab_size=VOCAB))
         wrong = stack.enter_context(llama_folder(vocab_size=VOCAB, num_hidden_layers=2, rope_theta=1000.0))
         right = Path(stack.enter_context(TemporaryDirectory()))
-        model = LlamaForCausalLM.from_pretrained(folder)
+        model = LlamaForCausalLM.from_pretrained(folder, trust_remote_code=False)
         with torch.no_grad():
             for layer in model.model.layers[2:]:
                 layer.self_attn.o_proj.weight.zero_()

@@ -102,7 +102,8 @@ class SnapStreamLayer(StaticLayer):
             )
         out = sdpa_attention_forward(module, query, key, value, mask, scaling=scale)
         with torch.no_grad():
-            self._compress(query, key, value, mask)
+            size = query.shape[-1]  # selectors multiply scores with 1 / sqrt(size)
+            self._compress(query if scale is None else query * (scale * size**0.5), key, value, mask)
         self._has_prompt, self._awaits = True, False
         return out
 
