@@ -15,7 +15,7 @@ the reader of the arguments. White space around reasoning, and between calls, be
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -110,8 +110,6 @@ class ToolCallParser:
         while self._step():
             pass
         return _joined(self._events)
-
-    # Each state consumes the start of the text, and returns whether the next one can continue.
 
     def _begin(self) -> bool:
         """The first visible character decides between reasoning, text, and (without marks) a call."""
@@ -332,31 +330,15 @@ def allow_reasoning(
     return replace(grammar, preface=f"{rules[beginning]}\n{reasoning}\nGAP: /[ \\n]{{0,4}}/\n")
 
 
-class ReasoningSplitter:
+class _Splitter:
     """Splits one sample's text. ``push`` pieces in order, then ``finish`` once; each gives (reasoning, answer)."""
 
-    def __init__(self, beginning: AnswerStart) -> None:
-        self._beginning = beginning
+    def __init__(self, step: Callable[[], bool]) -> None:
+        self._step = step  # the state: consumes the start of the text, returns whether the next one can continue
         self._text = ""  # not consumed yet
-        self._step = self._after if beginning is AnswerStart.ANSWER else self._begin
         self._is_over = False  # there is no more text
         self._reasoning: list[str] = []
         self._answer: list[str] = []
-        self._has_reasoning = False
-
-    @property
-    def is_undecided(self) -> bool:
-        """Whether it is unknown if there is reasoning."""
-        return self._step == self._begin
-
-    @property
-    def is_inside(self) -> bool:
-        return self._step == self._inside
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether the reasoning, if any, has ended."""
-        return self._step == self._after
 
     def push(self, piece: str) -> tuple[str, str]:
         """What this piece adds to the reasoning, and to the answer."""
@@ -374,7 +356,28 @@ class ReasoningSplitter:
             pass
         return "".join(self._reasoning), "".join(self._answer)
 
-    # Each state consumes the start of the text, and returns whether the next one can continue.
+
+class ReasoningSplitter(_Splitter):
+    """Reasoning between tags, then the answer."""
+
+    def __init__(self, beginning: AnswerStart) -> None:
+        super().__init__(self._after if beginning is AnswerStart.ANSWER else self._begin)
+        self._beginning = beginning
+        self._has_reasoning = False
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is unknown if there is reasoning."""
+        return self._step == self._begin
+
+    @property
+    def is_inside(self) -> bool:
+        return self._step == self._inside
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether the reasoning, if any, has ended."""
+        return self._step == self._after
 
     def _begin(self) -> bool:
         """The first visible characters decide whether the model writes the opening tag."""
@@ -419,20 +422,16 @@ class ReasoningSplitter:
         return False
 
 
-class HarmonySplitter:
-    """The same of messages with channels (``tools/formats/harmony.py``), before the tokens that end them are dropped.
+class HarmonySplitter(_Splitter):
+    """Messages with channels (``tools/formats/harmony.py``), before the tokens that end them are dropped.
 
     The channel analysis is reasoning, all others are the answer. A message to a tool begins with ``CALL_MARK``, however
     its header was spelled. An answer without any header is the answer.
     """
 
     def __init__(self) -> None:
-        self._text = ""  # not consumed yet
-        self._step = self._header
-        self._is_over = False  # there is no more text
+        super().__init__(self._header)
         self._is_analysis = False  # the message that is read, or the last one
-        self._reasoning: list[str] = []
-        self._answer: list[str] = []
         self._begun = {"reasoning": False, "answer": False}
 
     @property
@@ -447,22 +446,6 @@ class HarmonySplitter:
     @property
     def is_answering(self) -> bool:
         return self._step == self._body and not self._is_analysis
-
-    def push(self, piece: str) -> tuple[str, str]:
-        """What this piece adds to the reasoning, and to the answer."""
-        self._text += piece
-        return self._run()
-
-    def finish(self) -> tuple[str, str]:
-        """What was held back."""
-        self._is_over = True
-        return self._run()
-
-    def _run(self) -> tuple[str, str]:
-        self._reasoning, self._answer = [], []
-        while self._step():
-            pass
-        return "".join(self._reasoning), "".join(self._answer)
 
     def _header(self) -> bool:
         place = self._text.find(MESSAGE)
