@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_fp32_prefill_holds_no_matrix_of_scores() -> None:
     assert torch.cuda.max_memory_allocated() - before < 2**30
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="reads the free memory of the GPU: run it alone, -n 0")
 def test_memory_is_what_the_plan_says() -> None:
     """Within 3 %, with rows that are most of it, after a prompt and a full batch."""
     torch.cuda.empty_cache()

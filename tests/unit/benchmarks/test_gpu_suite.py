@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -344,3 +345,19 @@ def test_the_page_in_the_tree_is_of_the_newest_result() -> None:
         return
     source = str(kept[-1].relative_to(RESULTS.parents[1]))
     assert gpu_tables.DOCUMENT.read_text() == gpu_tables.document(json.loads(kept[-1].read_text()), source)
+
+
+def test_the_calls_name_tests_and_sections_that_exist() -> None:
+    """The script that a GPU runs first: a wrong file, -k expression or section would cost its time."""
+    script = (ROOT / "benchmarks/gpu_suite/calls.sh").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n", "0", "tests/gpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    words = {word for found in re.findall(r'-k "?([^"\n]+)', script) for word in re.findall(r"[\w-]+", found)}
+    words -= {"and", "or", "not", "expression"}
+    assert len(words) > 6 and [word for word in words if word not in done.stdout] == []
+    assert [file for file in re.findall(r"tests/gpu/\w+\.py", script) if not (ROOT / file).exists()] == []
+    sections = [name for found in re.findall(r"^  suite \d+ (.+)$", script, re.MULTILINE) for name in found.split()]
+    assert len(sections) == len(set(sections)) > 10
+    assert set(sections) <= {section.name for section in command.sections()}
