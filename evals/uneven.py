@@ -8,7 +8,7 @@ shares within each layer, shares over all heads in proportion to the loss, and t
 does; each with and without a share for keys unlike the rest.
 
 A prompt is read once, and each rule decodes over tensors of its own (``HeadRows``), head by head, by the arithmetic of
-``cache/layout.py`` and the choice of ``cache/compress.py``. No kernel of rows has a part in it, so it is also the twin
+``kv/layout.py`` and the choice of ``kv/compress.py``. No kernel of rows has a part in it, so it is also the twin
 that ``tests/parity/test_heads.py`` holds the engine's rows to. Stored in ``results/uneven.jsonl``.
 """
 

@@ -1,7 +1,7 @@
 """Sections on int8 and int4 weights: the product alone at real sizes, and whole decode steps of an 8B model.
 
 ``codes`` is the kernel that reads codes, ``widened`` the same weight widened block by block: where the second becomes
-faster is where ``models/row_major.py`` should change over (``FEW``).
+faster is where ``models/matrix.py`` should change over (``FEW``).
 """
 
 from __future__ import annotations

@@ -213,6 +213,20 @@ def test_the_root_of_the_package_holds_few_modules() -> None:
     report([f"{name}:1: one of {len(roots)} root modules" for name in roots] if len(roots) > MAX_ROOT_MODULES else [])
 
 
+def test_files_named_in_comments_exist() -> None:
+    """Modules in backticks, in docstrings, comments and pages; the log and the changelog speak of what was."""
+    known = tracked()
+    named = [
+        (f"{name}:{line}: {found}", found)
+        for name in known
+        if name.endswith((".py", ".h", ".cpp", ".md")) and name not in ("CHANGELOG.md", "docs/research/log.md")
+        for line, text in enumerate(read(name).splitlines(), start=1)
+        for found in re.findall(r"`((?:[a-z_]\w*/)*[a-z_]\w*\.(?:py|h|cpp))`", text)
+    ]
+    assert len(named) > 100
+    report([where for where, found in named if not any(f"/{file}".endswith(f"/{found}") for file in known)])
+
+
 def test_results_are_few_files() -> None:
     count = sum(name.startswith("evals/results/") for name in tracked())
     report([f"evals/results:0: {count} tracked files"] if count > MAX_RESULT_FILES else [])

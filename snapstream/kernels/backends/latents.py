@@ -1,8 +1,8 @@
 """Which kernel attends over rows of latents: the fastest that this GPU has and that answers rightly.
 
-As for prompts (``../prefill/choice.py``): every candidate of the table's order answers a small case, those that do so
-run against the clock, and the first stays unless another is faster by a tenth. Invariant: a choice holds for the life
-of the process and says why.
+As for prompts (``prefill.py``): every candidate of the table's order answers a small case, those that do so are timed,
+and the first stays unless another is faster by a tenth. Invariant: a choice holds for the life of the process and says
+why.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ from snapstream.kernels.backends.autotune import TOLERANCE, Entry, find, read, w
 from snapstream.kernels.backends.prefill import HALF
 from snapstream.kernels.interface import CosSin, HeadNorm, Keep, Kernels, LayerRows, RowPlaces, has_triton
 
-# The meaning of ``versions.Attend``, in plain PyTorch.
-
 
 def attend_plain(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
-    """``reference.decode_attention`` over ``latents [rows+1, 1, C, E]``."""
+    """The reference of ``Attend``: ``reference.decode_attention`` over ``latents [rows+1, 1, C, E]``."""
     stored = latents[None]
     own = LayerRows(stored, stored[..., :rank], 0, values_are_keys=True)
     return reference.decode_attention(q, own, rows, lengths)
 
 
-# The kernels that can attend over rows of latents on a GPU, each with its requirements; none is loaded unasked.
+# The kernels that can attend over rows of latents on a GPU, each with its requirements; none is loaded until tried.
 #
 # ``attend(q [B, H, E], latents [rows+1, 1, C, E], R, rows [B], lengths [B]) -> [B, H, R]`` is
-# ``reference.decode_attention`` of one layer, whose values are the first R numbers of its keys. ``choice.py`` decides.
+# ``reference.decode_attention`` of one layer, whose values are the first R numbers of its keys.
 
 Attend = Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor]
 
@@ -117,9 +115,6 @@ VERSIONS: dict[str, Version] = {
         Version("reference", _plain, lambda case: ""),
     )
 }  # fmt: skip
-
-
-pass
 
 FILE = Path(__file__).with_name("latents_table.json")
 _RACE_ROWS, _RACE_SLOTS, _REPEATS = 8, 4096, 3

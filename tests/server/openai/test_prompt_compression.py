@@ -1,7 +1,6 @@
-"""``prompt_compression`` in the server itself: what the engine gets, what the answer tells, what is refused.
+"""``prompt_compression`` in the server itself: what the engine gets, what the answer reports, what is refused.
 
-The draft is a fake that keeps the first words (``tests/proxy/upstream.py``); ``tests/proxy/test_agent.py`` has a real
-one.
+The draft is a fake that keeps the first words (``tests/proxy/upstream.py``).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Products of the looped kernel with its weights: blocks of a matrix, dense or codes, loaded ahead of their use.
+"""Parts of the looped kernel: the barrier, the norm of the residual, attention, and products with weights.
 
-A program owns tiles of ``R`` weight rows, the same in every step, and sums a row's products in one order, so results
-are the same bits from run to run. Of one matrix it has a queue of blocks ``[R, C]`` in registers: as one is used, the
-one ``depth`` places further on is loaded, from the next tile if need be, so that as much is on its way at the end of a
-tile as in its midst. Weights are read once and leave the caches first. Of gate and up (``PARTS`` of 2, stored one below
-the other) blocks of codes take turns, and two meet the same inputs; dense ones, of which two with their inputs would
-spill, have a queue each.
+Products take blocks of a matrix, dense or quantized ("codes"), loaded ahead of their use. A program owns tiles of ``R``
+weight rows, the same in every step, and sums a row's products in one order, so results are the same bits from run to
+run. It keeps a queue of blocks ``[R, C]`` of one matrix in registers: as one is used, the one ``depth`` places further
+on is loaded, from the next tile if need be, so the end of a tile has as many loads in flight as its middle. Weights are
+read once and are the first to leave the caches. Quantized blocks of gate and up (``PARTS`` of 2, stored one below the
+other) alternate in one queue and share inputs; dense ones would spill with their inputs and have a queue each.
 
 ``BITS`` is 0 for dense weights; of codes it is 8 or 4, and ``GROUP`` numbers of a row share a scale
 (``kernels/groups.py``). They come as words of 32 bits: a queue of bytes or of fp16 would be packed anew at each step,
@@ -77,10 +77,10 @@ def leave(counter_ptr, NUM_PROGRAMS: tl.constexpr):
         tl.store(counter_ptr + 1, 0)
 
 
-# What the stages of both forms of the looped kernel share: the norm of the residual, inputs of products, biases.
+# The norm of the residual, inputs of products, biases: both forms use them.
 #
-# Activations are read past L1, which other programs' stores do not reach. Index vectors come from the caller: Gluon
-# wants to know how they lie over threads. ``blocks.py`` has the products of ``kernel.py``, ``ring.py`` the ring's.
+# Activations are read past L1, which other programs' stores do not reach. Index vectors come from the caller, because
+# Gluon needs their layouts.
 
 
 @triton.jit

@@ -143,7 +143,7 @@ class LoopedLaunch:
     block_cols: int
     num_warps: int
     loads_ahead: bool = True
-    stages: int = 0  # blocks in the ring of ``ring_kernel.py``; 0: loads through registers, ``kernel.py``
+    stages: int = 0  # blocks in the ring of ``ring.py``; 0: loads through registers, ``kernel.py``
 
 
 def default_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:

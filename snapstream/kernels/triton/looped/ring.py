@@ -3,8 +3,7 @@
 Stages, barrier, buffers and launch arguments are those of ``kernel.py``; what differs is how weights come. There a
 program loads the first block of its next stage while it waits; here ``STAGES`` blocks are always on their way, through
 every barrier and the attention between the products: the pipelined outer loop of arXiv 2410.23668, section 3, said
-literally. ``ring.py`` is the ring, ``stream.py`` its order, ``ring_layouts.py`` how tiles lie over threads. Compiled,
-and run by a stand-in for Gluon that knows no layouts; never yet on a GPU.
+literally. Compiled, and run by a stand-in for Gluon that ignores layouts; never yet on a GPU.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def first_col(place, sizes, BLOCK_COLS: tl.constexpr):
 
 # Weights that arrive through a ring in shared memory: asynchronous copies that run ahead of what is multiplied.
 #
-# ``STAGES`` slots hold the next blocks of the stream (``stream.py``), whatever stage or layer they belong to. A slot
+# ``STAGES`` slots hold the next blocks of the stream, whatever stage or layer they belong to. A slot
 # is filled again behind the barrier of threads that the next block needs anyway, so one barrier a block is enough; the
 # slot of a stage's last block is filled between the two halves of the grid's barrier, when all threads have left it.
 # While a program waits there, ``STAGES`` blocks are in flight or have arrived.
@@ -286,10 +285,10 @@ def product(
     return total, x, state
 
 
-# The attention stage of the ring form: ``attend.attend_split`` with its layouts said, and the next slots on their way.
+# Attention: ``attend_split`` of ``blocks.py`` with explicit layouts and the next slots prefetched.
 #
 # Gluon does not pipeline a loop by itself, so the slots of the next tile are loaded into registers before this one's
-# are used. Norms, rotation and the merge of splits are ``attend.py``'s own.
+# are used. Norms, rotation and the merge of splits are those of ``blocks.py``.
 
 pass
 
@@ -321,7 +320,7 @@ def attend_split(
     HALF_PAD: gl.constexpr, GROUP_PAD: gl.constexpr, HAS_NORM: gl.constexpr,
     BLOCK_SLOTS: gl.constexpr, SPLIT_SLOTS: gl.constexpr, NUM_SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """As ``attend.attend_split``."""
+    """As ``attend_split`` of ``blocks.py``."""
     group: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
     half: gl.constexpr = HEAD_DIM // 2
     kind: gl.constexpr = heads_ptr.dtype.element_ty
