@@ -212,13 +212,14 @@ class StoredBlock:
     number: int
     name: str
     tokens: bytes  # ids of its tokens
+    is_snapshot: bool = False  # the recurrent states after its last token; ``number`` counts snapshots
 
 
 class PrefixTier(Protocol):
     """Prefix store on disk (``kv/prefix_store.py``); reads and writes are asynchronous."""
 
-    def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
-        """File names of a chain's blocks, whether they exist or not."""
+    def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
+        """File names of a chain's blocks, or of snapshots at their ends, whether they exist or not."""
         ...
 
     def has(self, name: str) -> bool: ...

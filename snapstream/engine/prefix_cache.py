@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -294,7 +294,8 @@ MOST_PINNED = 0.5  # share of the blocks that may wait to be written; others sta
 @dataclass(slots=True, eq=False)
 class _Read:
     reservation: Reservation
-    done: Future[int]  # the number of blocks that could be read, from the first on
+    snapshot: tuple[Node, int] | None  # that is read after the blocks: its node and number
+    done: Future[int]  # the number of these that could be read, from the first on
 
 
 @dataclass(slots=True, eq=False)
@@ -316,32 +317,57 @@ class DiskTransfers:
         self._writes: list[_Write] = []
 
     def fetch(self, namespace: str, chain: Chain, num_known: int, least: int) -> Node | None:
-        """Start to read the blocks that follow the ``num_known`` ones in memory, if that makes at least ``least``
-        blocks; the last node that is read, or None.
+        """Start to read the blocks that follow the ``num_known`` ones in memory that are of use, if that makes at least
+        ``least`` blocks; the last node that is read, or None. With recurrent layers they end with a snapshot.
         """
-        names, end = self._tier.names(namespace, chain), num_known
+        names, path = self._tier.names(namespace, chain), self._index.path(namespace, chain)
+        end, states = len(path), tuple[str, ...]()
         while end < len(chain) and self._tier.has(names[end]):
             end += 1
+        if self._index.num_snapshots:
+            states = self._tier.names(namespace, chain[:end], of_snapshots=True)
+            end = next((own for own in range(end, num_known, -1) if self._tier.has(states[own - 1])), num_known)
         if end == num_known or end < least:
             return None
         reservation = self._index.reserve(namespace, chain[:end])
-        if not reservation.nodes:
-            return None
-        wanted = tuple(
+        nodes = [*path[:end], *reservation.nodes]
+        wanted = [
             StoredBlock(node.number, names[reservation.first + place], node.tokens)
             for place, node in enumerate(reservation.nodes)
-        )
-        self._reads.append(_Read(reservation, self._tier.load(wanted)))
-        return reservation.nodes[-1]
+        ]
+        snapshot: tuple[Node, int] | None = None
+        if states:
+            number = self._index.reserve_snapshot(nodes[-1]) if len(nodes) == end else None
+            if number is None:
+                self._index.drop(reservation)
+                return None
+            snapshot = nodes[-1], number
+            wanted.append(StoredBlock(number, states[end - 1], nodes[-1].tokens, is_snapshot=True))
+        if not wanted:
+            return None
+        self._reads.append(_Read(reservation, snapshot, self._tier.load(tuple(wanted))))
+        return nodes[-1]
 
-    def write(self, namespace: str, chain: Chain, reservation: Reservation) -> None:
-        """Start to write blocks that a job has filled."""
+    def write(
+        self, namespace: str, chain: Chain, reservation: Reservation, snapshots: Mapping[int, tuple[Node, int]]
+    ) -> None:
+        """Start to write blocks that a job has filled, and the snapshots that it took, by the block they end."""
         names = self._tier.names(namespace, chain[: reservation.first + len(reservation.nodes)])
         for name, node in zip(names[reservation.first :], reservation.nodes, strict=True):
-            if node.is_lost or len(self._writes) >= MOST_PINNED * self._index.num_blocks:
+            if not self._save(node, StoredBlock(node.number, name, node.tokens)):
                 return
-            node.num_users += 1
-            self._writes.append(_Write(node, self._tier.save(StoredBlock(node.number, name, node.tokens))))
+        names = self._tier.names(namespace, chain[: max(snapshots, default=0)], of_snapshots=True)
+        for end, (node, number) in snapshots.items():
+            if node.snapshot == number:  # else it was evicted since
+                self._save(node, StoredBlock(number, names[end - 1], node.tokens, is_snapshot=True))
+
+    def _save(self, node: Node, block: StoredBlock) -> bool:
+        """Start to write what a node holds; False where it is lost, or too many wait."""
+        if node.is_lost or len(self._writes) >= MOST_PINNED * self._index.num_blocks:
+            return False
+        node.num_users += 1  # its snapshot is not evicted either
+        self._writes.append(_Write(node, self._tier.save(block)))
+        return True
 
     def poll(self) -> None:
         """Handle what has ended."""
@@ -351,6 +377,8 @@ class DiskTransfers:
                 first, nodes, num_right = read.reservation.first, read.reservation.nodes, read.done.result()
                 self._index.commit(Reservation(first, nodes[:num_right]))
                 self._index.drop(Reservation(first + num_right, nodes[num_right:]))
+                if read.snapshot is not None:
+                    self._index.end_snapshot(*read.snapshot, is_done=num_right > len(nodes))
         for write in list(self._writes):
             if write.done.done():
                 self._writes.remove(write)
@@ -415,7 +443,7 @@ class _Held:
     restored: tuple[Node, ...]
     saved: Reservation
     chain: Chain
-    snapshots: tuple[tuple[Node, int], ...]  # that it takes, by ascending end: node and number
+    snapshots: dict[int, tuple[Node, int]]  # that it takes, by the block they end, ascending: node and number
 
 
 class PrefixLookup:
@@ -476,7 +504,7 @@ class PrefixLookup:
         """
         if (lookup := self._queued.get(live)) is None:
             return False
-        if lookup.awaited is not None and not lookup.awaited.is_ready:
+        if (awaited := lookup.awaited) is not None and (not awaited.is_ready or awaited.num_due):
             return True
         in_pack = max((self._shared(live, other) for other in pack), default=0)  # blocks
         if self.index.num_written == 0 and in_pack == 0 and (self._disk is None or lookup.was_fetched):
@@ -523,7 +551,7 @@ class PrefixLookup:
         self.index.take(restored)
         saved = self.index.reserve(namespace, lookup.chain, "idle" if live.is_idle else "prompt")
         snapshots = self._reserve_snapshots(live, len(restored), [*path, *saved.nodes])
-        self._held[live] = _Held(restored, saved, lookup.chain, tuple(snapshots.values()))
+        self._held[live] = _Held(restored, saved, lookup.chain, snapshots)
         if not restored and not saved.nodes and not snapshots:
             return None
         return PrefixMoves(
@@ -561,11 +589,11 @@ class PrefixLookup:
         if is_done:
             self._saved += len(held.saved.nodes) * self._block_len
             self.index.commit(held.saved)
-            if self._disk is not None and held.saved.nodes:
+            if self._disk is not None and (held.saved.nodes or held.snapshots):
                 self._filled[live] = held
         else:
             self.index.drop(held.saved)
-        for node, number in held.snapshots:
+        for node, number in held.snapshots.values():
             self.index.end_snapshot(node, number, is_done=is_done)
 
     def store_answer(self, sample: LiveSample) -> StoredAnswer | None:
@@ -613,13 +641,13 @@ class PrefixLookup:
     def answer_written(self, answer: StoredAnswer) -> None:
         """The result of the step that saved a row was read: write its blocks to disk."""
         if self._disk is not None:
-            self._disk.write(answer.namespace, answer.chain, answer.reservation)
+            self._disk.write(answer.namespace, answer.chain, answer.reservation, {})
 
     def written(self, live: LiveRequest) -> None:
-        """The result of the step that filled the last of its blocks was read: write them to disk."""
+        """The result of the step that filled the last of its blocks was read: write them and its snapshots to disk."""
         held = self._filled.pop(live, None)
         if held is not None and self._disk is not None:
-            self._disk.write(live.request.namespace, held.chain, held.saved)
+            self._disk.write(live.request.namespace, held.chain, held.saved, held.snapshots)
 
     def poll(self) -> None:
         if self._disk is not None:

@@ -172,9 +172,9 @@ class RankFiles:
         self._pending: dict[int, _Pending] = {}  # by number
         self._next = 0
 
-    def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
+    def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
         """See ``PrefixTier.names``; the same on all ranks."""
-        return self._own.names(namespace, chain)
+        return self._own.names(namespace, chain, of_snapshots=of_snapshots)
 
     def has(self, name: str) -> bool:
         """Whether rank 0 has its shard."""

@@ -4,11 +4,12 @@ A block holds ``block_len`` tokens of all layers. The keys and values of one lay
 transfer to or from a device is one copy per layer. ``engine/prefix_cache.py`` knows which block holds what, and decides
 what is read and written.
 
-On disk a block is a safetensors file, written by a background thread. Its name is a keyed hash over the chain of blocks
-up to it, so it depends on all tokens so far, their namespace and the model that computed them. A file must carry its
-name, its tokens, the rank whose shard it is, and a checksum of its data; on any mismatch it is a cache miss, the file
-is deleted, and a warning is logged. Files are written under a temporary name, synced and renamed, so a crash leaves no
-partial block. When the byte limit is exceeded, the least recently used files are deleted. Files contain no code.
+On disk a block is a safetensors file, and so is a snapshot of recurrent states at the end of one; a background thread
+writes them. The name is a keyed hash over the chain of blocks up to it, so it depends on all tokens so far, their
+namespace and the model that computed them. A file must carry its name, its tokens, the rank whose shard it is, and a
+checksum of its data; on any mismatch it is a cache miss, the file is deleted, and a warning is logged. Files are
+written under a temporary name, synced and renamed, so a crash leaves no partial block. When the byte limit is exceeded,
+the least recently used files are deleted. Files contain no code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from threading import Lock
 
 import numpy as np
@@ -37,6 +39,7 @@ from snapstream.types import NAMESPACE_BORDER
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 256 * 2**20
+STATE_BYTES = 4  # of a number of a state: fp32
 
 
 class PrefixBlocks:
@@ -51,7 +54,7 @@ class PrefixBlocks:
         """``num_snapshots`` of the states of recurrent layers are kept beside the blocks."""
         self.spec, self.num_blocks, self.block_len = spec, num_blocks, block_len
         self._places = {layer: place for place, layer in enumerate(spec.slot_layer_indices)}  # in a block
-        self._snapshots: dict[int, list[dict[str, Tensor]]] = {}  # by number, allocated on first use; then by layer
+        self._snapshots: dict[int, Tensor] = {}  # by number, allocated on first use: fp32, layer after layer
         self._num_snapshots = num_snapshots
         self._pins = pins
         self._per_slab = min(max(SLAB_BYTES // (block_len * spec.prefix_token_bytes), 1), num_blocks)
@@ -83,16 +86,24 @@ class PrefixBlocks:
         """Keys ``[G, block_len, E]`` and values ``[G, block_len, E']`` of a block; None if keys hold the values."""
         return split(self.spec, self.whole(block)[self._places[layer]], self.block_len)
 
+    def snapshot(self, number: int) -> Tensor:
+        """The states of all recurrent layers in a snapshot, fp32 one after the other."""
+        if not 0 <= number < self._num_snapshots:
+            raise IndexError(f"snapshot {number} of {self._num_snapshots}")
+        with self._lock:
+            if number not in self._snapshots:
+                self._snapshots[number] = torch.empty(self.spec.state_bytes // STATE_BYTES)
+            return self._snapshots[number]
+
     def state(self, snapshot: int, layer: int) -> dict[str, Tensor]:
-        """The states of a recurrent layer in a snapshot, fp32 by name."""
-        if not 0 <= snapshot < self._num_snapshots:
-            raise IndexError(f"snapshot {snapshot} of {self._num_snapshots}")
-        if snapshot not in self._snapshots:
-            self._snapshots[snapshot] = [
-                {name: torch.empty(shape) for name, shape in own.shapes} if isinstance(own, State) else {}
-                for own in self.spec.layers
-            ]
-        return self._snapshots[snapshot][layer]
+        """Views of the states of a recurrent layer in a snapshot, fp32 by name."""
+        own = self.spec.layers[layer]
+        assert isinstance(own, State)
+        before = [other.num_bytes for other in self.spec.layers[:layer] if isinstance(other, State)]
+        pieces = self.snapshot(snapshot)[sum(before) // STATE_BYTES :]
+        sizes = [prod(shape) for _, shape in own.shapes]
+        parts = pieces[: sum(sizes)].split(sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(own.shapes, parts, strict=True)}
 
 
 def split(spec: KVSpec, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -105,11 +116,11 @@ def split(spec: KVSpec, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor 
 
 
 FORMAT = "1"
-SUFFIX, PARTIAL = ".safetensors", ".partial"
+SUFFIX, SNAPSHOT_SUFFIX, PARTIAL = ".safetensors", ".state.safetensors", ".partial"
 _HASH_BYTES = 20
 _HEX = f"[0-9a-f]{{{2 * _HASH_BYTES}}}"
 _PLACE = re.compile(f"({_HEX}(/{_HEX})*)?")
-_NAME = re.compile(f"({_HEX}/)+{_HEX}{re.escape(SUFFIX)}")
+_NAME = re.compile(f"({_HEX}/)+{_HEX}({re.escape(SUFFIX)}|{re.escape(SNAPSHOT_SUFFIX)})")
 
 
 class PrefixFiles:
@@ -141,13 +152,14 @@ class PrefixFiles:
         with self._lock:
             return sum(self._sizes.values())
 
-    def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
-        """File names of a chain's blocks in a namespace."""
+    def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
+        """See ``PrefixTier.names``."""
         place, digest = self.place(namespace), self._root
+        suffix = SNAPSHOT_SUFFIX if of_snapshots else SUFFIX
         names = []
         for tokens in chain:
             digest = _keyed(self._folder.secret, digest, place.encode() + tokens)
-            names.append(f"{place}/{digest.hex()}{SUFFIX}")
+            names.append(f"{place}/{digest.hex()}{suffix}")
         return tuple(names)
 
     def has(self, name: str) -> bool:
@@ -155,13 +167,15 @@ class PrefixFiles:
             return name in self._sizes
 
     def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
-        """Fill blocks from their files; the result counts those before the first invalid. ValueError for a bad name."""
+        """Fill blocks and snapshots from their files; the result counts those before the first invalid. ValueError for
+        a bad name.
+        """
         for block in wanted:
             _check(_NAME, block.name)
         return self._reader.submit(self._load, wanted)
 
     def save(self, block: StoredBlock) -> Future[int]:
-        """Write a block, which must not change until then. ValueError for an invalid name."""
+        """Write a block or a snapshot, which must not change until then. ValueError for an invalid name."""
         _check(_NAME, block.name)
         return self._writer.submit(self._save, block)
 
@@ -211,7 +225,7 @@ class PrefixFiles:
     @torch.inference_mode()  # blocks are inference tensors
     def _read(self, block: StoredBlock) -> None:
         path = self._folder.path / block.name
-        stored = self._blocks.whole(block.number)
+        stored = self._stored(block)
         with safe_open(path, framework="pt") as file:
             metadata, kv, tokens = file.metadata() or {}, file.get_tensor("kv"), file.get_tensor("tokens")
         if metadata.get("format") != FORMAT or metadata.get("name") != block.name:
@@ -230,11 +244,14 @@ class PrefixFiles:
             if block.name in self._sizes:
                 self._sizes.move_to_end(block.name)
 
+    def _stored(self, block: StoredBlock) -> Tensor:
+        return self._blocks.snapshot(block.number) if block.is_snapshot else self._blocks.whole(block.number)
+
     def _save(self, block: StoredBlock) -> int:
         if self.has(block.name):
             return 0
         self._settle()
-        kv = self._blocks.whole(block.number)
+        kv = self._stored(block)
         tokens = torch.from_numpy(np.frombuffer(block.tokens, dtype=np.int32).copy())
         metadata = {"format": FORMAT, "name": block.name, "share": self._folder.part, "checksum": _checksum(kv)}
         data = save({"kv": kv.contiguous(), "tokens": tokens}, metadata)

@@ -223,7 +223,6 @@ def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
     """ValueError for what models with recurrent layers do not support."""
     asked = {
         f"reselection is {config.reselection!r}": config.reselection is not None,
-        f"prefix_dir is {config.prefix_dir!r} (states are not written to disk)": bool(config.prefix_dir),
         "a prefix_store is set on a GPU": config.prefix_store is not None and config.device.startswith("cuda"),
         f"tensor_parallel is {config.parallel.size}": config.parallel.size > 1,
     }

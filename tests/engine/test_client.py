@@ -38,7 +38,7 @@ class Disk:
     files: dict[str, bytes] = field(default_factory=dict)
     asked: list[tuple[Callable[[], int], Future[int]]] = field(default_factory=list)
 
-    def names(self, namespace: str, chain: Sequence[bytes]) -> tuple[str, ...]:
+    def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
         return tuple(namespace + b"".join(chain[: end + 1]).hex() for end in range(len(chain)))
 
     def has(self, name: str) -> bool:

@@ -276,6 +276,57 @@ def test_a_store_of_few_snapshots_answers_alike(folder: Path) -> None:
         assert 0 < blocks.num_bytes <= prefix_store_bytes(llm.model_config, config)
 
 
+def snapshot_files(store: Path) -> list[Path]:
+    """In the order in which they were written."""
+    return sorted(store.rglob("*.state.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid"])
+def test_a_restart_finds_snapshots(name: str, tmp_path: Path) -> None:
+    """The second turn continues at the end of the first; without that file at the snapshot before, bit for bit."""
+    folder, store = save(make_model(name), tmp_path / "model"), tmp_path / "store"
+    document, more = prompts(61, 20)
+    stored = {**STORED, "prefix_store": STORE, "prefix_dir": str(store)}
+    with LLM(folder, max_rows=2, **STORED) as llm:
+        cold = llm.generate([document + more], GREEDY)[0]
+    for cached, damage in ((56, None), (48, Path.unlink), (32, lambda path: path.write_bytes(b"x")), (0, None)):
+        if not snapshot_files(store):
+            with LLM(folder, max_rows=2, **stored) as llm:
+                llm.generate([document], GREEDY)
+            assert len(snapshot_files(store)) == 4, "after 16, 32, 48 and 56 tokens"
+        for path in snapshot_files(store)[4:]:  # of the turn before
+            path.unlink()
+        if damage is not None:
+            damage(snapshot_files(store)[-1])
+        elif not cached:
+            for path in snapshot_files(store):
+                path.unlink()
+        with LLM(folder, max_rows=2, **stored) as llm:
+            output = llm.generate([document + more], GREEDY)[0]
+            # A damaged file is found while it is read: its blocks are kept, and the prompt is computed as a whole.
+            assert output.cached_tokens == (0 if cached == 32 else cached)
+            assert output.token_ids == cold.token_ids
+            assert llm.generate([document + more], GREEDY)[0].token_ids == cold.token_ids
+
+
+@pytest.mark.parametrize("num_bytes", [2**14, 2**17])
+def test_a_store_on_disk_answers_as_none(num_bytes: int, folder: Path, tmp_path: Path) -> None:
+    """Snapshots and blocks leave the memory, and are read again from files; many prompts, several lives."""
+    small = PrefixStoreConfig(num_bytes=num_bytes, block_len=8, min_tokens=8, snapshot_len=16)
+    asked = [base[:cut] + tail for base in prompts(90, 70) for cut in (30, 60, 90) for tail in prompts(9, 25)] * 2
+    random.Random(1).shuffle(asked)
+    with LLM(folder, max_rows=3, **STORED) as llm:
+        cold = [output.token_ids for output in llm.generate(asked, GREEDY)]
+    hits = []
+    for _ in range(2):
+        with LLM(folder, max_rows=3, prefix_store=small, prefix_dir=str(tmp_path), **STORED) as llm:
+            found = [llm.generate([own], GREEDY)[0] for own in asked]
+            assert [output.token_ids for output in found] == cold
+            assert [output.token_ids for output in llm.generate(asked, GREEDY)] == cold
+            hits.append(sum(output.cached_tokens for output in found))
+    assert hits[1] > hits[0] > 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_snapshot_has_one_owner(seed: int) -> None:
     """Jobs open, end and are dropped in any order, and namespaces are reset; no number is lost or used twice."""
@@ -322,7 +373,6 @@ _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
     ("options", "problem"),
     [
         ({"reselection": ReselectionConfig(every=8), "budget": 64}, "reselection is .* recurrent layers"),
-        ({"prefix_store": PrefixStoreConfig(num_bytes=2**20), "prefix_dir": "/tmp/x"}, "prefix_dir is .* recurrent"),
         ({"heads": _EVEN, "budget": 64}, "per-head KV budgets are not supported"),
         ({"tensor_parallel": 2}, "tensor_parallel is 2; Lfm2ForCausalLM has recurrent layers"),
         ({"executor": "graph"}, "CUDA graphs"),
