@@ -202,13 +202,14 @@ MAX_EXPERTS = 2**16  # each has its own names in a checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Experts of a model; every layer from ``first_dense`` on has them in the place of its MLP."""
+    """Experts of a model in the place of an MLP, in all layers from ``first_dense`` on or in the ``chosen``."""
 
     num_experts: int  # X, those that the router chooses among
     top_k: int  # k, chosen per token
     inner: int  # M, inner size of one expert
     num_shared: int = 0  # experts that every token passes, stored as one MLP of inner size num_shared * M
     first_dense: int = 0  # so many first layers have an MLP of intermediate_size instead
+    chosen: tuple[int, ...] | None = None  # the layers that have experts, where first_dense does not say it
     scoring: Scoring = "softmax"  # of the router's logits
     num_groups: int = 1  # experts are chosen inside the best top_groups of so many groups
     top_groups: int = 1
@@ -220,7 +221,7 @@ class MoEConfig:
     has_logit_bias: bool = False  # the router's logits have a bias
     has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
-    clamp: SwiGLUClamp | None = None  # None: the plain SwiGLU
+    clamp: SwiGLUClamp | None = None  # None: the model's activation
     held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 
@@ -261,9 +262,9 @@ class MoEConfig:
         """The experts on this rank."""
         return range(self.num_experts) if self.held is None else self.held
 
-    def layers(self, num_layers: int) -> range:
-        """The layers that have experts."""
-        return range(min(self.first_dense, num_layers), num_layers)
+    def layers(self, num_layers: int) -> Sequence[int]:
+        """The layers that have experts, ascending."""
+        return range(min(self.first_dense, num_layers), num_layers) if self.chosen is None else self.chosen
 
     def num_read(self, num_tokens: int) -> float:
         """How many experts of a layer a step of ``num_tokens`` tokens reads, if tokens choose evenly."""
@@ -393,7 +394,7 @@ class LayerNorms(NamedTuple):
         return self.before_attention is not None
 
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "relu2"]  # relu2: of an MLP without gate, ``down(relu(up x)^2)``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -521,6 +522,9 @@ class ModelConfig:
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
     recurrent: Recurrent | None = None  # what the recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
+    # Of layers with a single part and norm each (Nemotron-H): those that are an MLP or experts alone, ascending; the
+    # others have none. None: every layer has both parts.
+    mlp_layers: tuple[int, ...] | None = None
     multipliers: Multipliers = field(default_factory=Multipliers)
     is_text_part: bool = False  # of a checkpoint that also has towers for images, which are not loaded
     has_fused_qkv: bool = False  # q | k | v are one tensor of the checkpoint
@@ -577,11 +581,15 @@ class ModelConfig:
             check(self.latent is None, "latent attention with sliding windows is not supported")
         if self.recurrent_layers:
             check(self.recurrent is not None, "recurrent_layers needs recurrent")
-            count = len(self.recurrent_layers)
-            check(count < self.num_layers, "a model without any attention layer is not supported")
             check(
                 self.latent is None and self.windows is None and self.is_pre_norm,
                 "recurrent layers beside latents, sliding windows or norms of outputs are not supported",
+            )
+        check(len(self.attention_layers) > 0, "a model without any attention layer is not supported")
+        if self.mlp_layers is not None:
+            check(
+                bool(self.recurrent_layers) and self.norms[1:] == (None, None, None),
+                "layers of a single part need recurrent layers among them, and one norm each",
             )
         for name in ("short_factors", "long_factors"):
             count = len(getattr(self.rope, name))
@@ -593,13 +601,19 @@ class ModelConfig:
         )
         check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
         check(self.is_pre_norm or self.moe is None, "other places of norms and GELU are not supported with experts")
+        check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
         check(
             self.multipliers.residual == 1.0 or not self.norms.has_outputs,
             "a multiplier of the residual stream with norms of outputs is not supported",
         )
         ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
         check(
-            ends and (self.is_parallel or (self.norms.before_attention is None) == (self.norms.before_mlp is None)),
+            ends
+            and (
+                self.is_parallel
+                or self.mlp_layers is not None
+                or (self.norms.before_attention is None) == (self.norms.before_mlp is None)
+            ),
             f"norms of a layer are at {self.norms}; attention and MLP must have the same places",
         )
         check(
@@ -611,7 +625,8 @@ class ModelConfig:
             "parallel attention and MLP, or LayerNorm, beside norms of outputs, queries or keys are not supported",
         )
         check(
-            self.is_parallel == (self.norms.before_mlp is None) or not self.norms.has_inputs,
+            (self.is_parallel or self.mlp_layers is not None) == (self.norms.before_mlp is None)
+            or not self.norms.has_inputs,
             f"norms of a layer are at {self.norms}; only a parallel MLP has none of its own",
         )
         if (own := self.window_rope) is not None:
@@ -637,14 +652,19 @@ class ModelConfig:
 
     @property
     def is_pre_norm(self) -> bool:
-        """Whether layers are pre-norm with SiLU, one block after the other."""
+        """Whether layers are pre-norm with SiLU or without gate, one block after the other."""
         is_serial = not self.is_parallel and not self.is_centered
-        return self.norms.has_inputs and not self.norms.has_outputs and is_serial and self.activation == "silu"
+        return self.norms.has_inputs and not self.norms.has_outputs and is_serial and self.activation != "gelu_tanh"
 
     @property
     def is_plain(self) -> bool:
-        """The same without multipliers."""
-        return self.multipliers == Multipliers() and self.is_pre_norm
+        """The same with SiLU and without multipliers."""
+        return self.multipliers == Multipliers() and self.is_pre_norm and self.has_gate
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether MLPs and experts are gated."""
+        return self.activation != "relu2"
 
     @property
     def own_vocab(self) -> int:
@@ -661,15 +681,24 @@ class ModelConfig:
         """Indices of the layers that keep keys and values."""
         if not self.recurrent_layers:
             return range(self.num_layers)
-        return tuple(index for index in range(self.num_layers) if index not in self.recurrent_layers)
+        others = {*self.recurrent_layers, *(self.mlp_layers or ())}
+        return tuple(index for index in range(self.num_layers) if index not in others)
+
+    @property
+    def dense_layers(self) -> Sequence[int]:
+        """Indices of the layers that have an MLP."""
+        layers = range(self.num_layers) if self.mlp_layers is None else self.mlp_layers
+        experts = () if self.moe is None else self.moe.layers(self.num_layers)
+        return tuple(index for index in layers if index not in experts)
 
     def describe_windows(self) -> str:
         """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
         if self.recurrent_layers:
             count, rest = len(self.recurrent_layers), len(self.attention_layers)
+            others = f"the other {rest}" if self.mlp_layers is None else f"the {rest} of attention"
             return (
                 f"recurrent states: {count} of {self.num_layers} layers keep a state of constant size; "
-                f"the budget applies to the other {rest}"
+                f"the budget applies to {others}"
             )
         sizes = [window for window in self.layer_windows if window is not None]
         if not sizes:

@@ -38,7 +38,7 @@ def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 def mlp_size(model: ModelConfig) -> int:
     """Numbers that the MLP of a layer holds at a time per token, in the largest of the model's layers."""
     moe = model.moe
-    sizes = [0 if moe is not None and moe.first_dense == 0 else 3 * model.intermediate_size]  # gate and up, product
+    sizes = [3 * model.intermediate_size if model.dense_layers else 0]  # gate and up, product
     if moe is not None:
         hidden, inner = model.hidden_size, moe.inner
         # Of every pair: its token with gate and up; these with their product; that with the output; the output twice.

@@ -182,7 +182,8 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
     wide = model.hidden_size * (2 if model.norms.has_outputs or model.is_parallel else 1)
     angles = model.head_dim * (1 if model.window_rope is None else 2)
-    return wide + projected + 2 * model.intermediate_size + widest + angles + parts
+    gate_up = (1 + model.has_gate) * model.intermediate_size if model.dense_layers else 0
+    return wide + projected + gate_up + widest + angles + parts
 
 
 def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
@@ -207,9 +208,9 @@ def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
     moe = model.moe
     if moe is None:
         return 0
-    wide, pairs = _padded(model.hidden_size), moe.top_k
-    chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + 2 * moe.inner + _padded(moe.inner))
-    shared = 2 * moe.shared_inner + _padded(moe.shared_inner) + int(moe.has_shared_gate)
+    wide, pairs, halves = _padded(model.hidden_size), moe.top_k, 1 + model.has_gate
+    chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + halves * moe.inner + _padded(moe.inner))
+    shared = halves * moe.shared_inner + _padded(moe.shared_inner) + int(moe.has_shared_gate)
     return chosen + shared + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
 
 

@@ -14,7 +14,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from snapstream.config import EngineConfig
+from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import StepParts
@@ -24,6 +24,7 @@ from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
 from snapstream.exec.speculation import DraftBatch
 from snapstream.kernels.cpu.looped.library import (
+    ACTIVATIONS,
     FORMATS,
     Draw,
     Latent,
@@ -53,7 +54,7 @@ from snapstream.models.rope import Rope
 
 _STACKS = ("embed", "qkv", "o", "gate_up", "down")
 _VECTORS = (
-    "input_norm", "post_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "q_norm", "k_norm", "sinks",
+    "input_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "q_norm", "k_norm", "sinks",
 )  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def model_of(decoder: Decoder) -> Model:
     own = config.window_rope
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
-    recurrent = _recurrent(decoder)
+    recurrent, kinds = _recurrent(decoder), _kinds(config)
     model = Model(
         layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
@@ -99,7 +100,9 @@ def model_of(decoder: Decoder) -> Model:
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
         long_frequencies=address(rope.long_frequencies),
         long_original=config.rope.original_max_position if rope.long_frequencies is not None else 0,
-        has_whole_qk_norm=config.has_whole_qk_norm, is_gelu=config.activation == "gelu_tanh",
+        has_whole_qk_norm=config.has_whole_qk_norm, activation=ACTIVATIONS[config.activation],
+        mixers=address(kinds[0]), mixer_places=address(kinds[1]), mlps=address(kinds[2]), mlp_places=address(kinds[3]),
+        is_single=config.mlp_layers is not None,
         window_frequencies=None if window_rope is None else address(window_rope.frequencies),
         window_rope_scale=1.0 if window_rope is None else window_rope.scale,
         embed_multiplier=decoder.embedding_multiplier, residual_multiplier=multipliers.residual,
@@ -110,10 +113,23 @@ def model_of(decoder: Decoder) -> Model:
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
         **{role: _stack(decoder, role) for role in _STACKS},
         **{name: address(vectors.get(name)) for name in _VECTORS},
+        post_norm=address(vectors.get("post_norm" if config.mlp_layers is None else "input_norm")),
         **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated, recurrent
+    model.kept = rope, window_rope, rotated, recurrent, kinds
     return model
+
+
+def _kinds(config: ModelConfig) -> Tensor:
+    """By layer the kind of its mixer and its place among those of that kind, the same of its MLP: ``[4, L]`` int64."""
+    layers = range(config.num_layers)
+    experts = () if config.moe is None else config.moe.layers(config.num_layers)
+    tables = []
+    for kinds in ((config.attention_layers, config.recurrent_layers), (config.dense_layers, experts)):
+        others = tuple(layer for layer in layers if not any(layer in own for own in kinds))
+        of = {layer: (kind, own.index(layer)) for kind, own in enumerate((*kinds, others)) for layer in own}
+        tables += zip(*(of[layer] for layer in layers), strict=True)
+    return torch.tensor(tables)
 
 
 def _stack(decoder: Decoder, role: str) -> Stack:
@@ -130,7 +146,7 @@ def _mixture(decoder: Decoder) -> Mixture:
         gate_up=_stack(decoder, "experts_gate_up"), down=_stack(decoder, "experts_down"),
         shared_gate_up=_stack(decoder, "shared_gate_up"), shared_down=_stack(decoder, "shared_down"),
         router=address(vectors["router"]), correction=address(vectors.get("router_bias")), experts=moe.num_experts,
-        top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner, first_layer=moe.first_dense,
+        top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner,
         groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
         is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale, least_sum=moe.least_sum,
         shared_gate=address(vectors.get("shared_gate")),
@@ -158,11 +174,7 @@ def _recurrent(decoder: Decoder) -> Recurrent:
     config, weights = decoder.shard, decoder.weights
     if config.recurrent is None or not config.recurrent_layers:
         return Recurrent()
-    net, vectors, layers = config.recurrent, weights.vectors, range(config.num_layers)
-    kinds = config.attention_layers, config.recurrent_layers
-    is_recurrent = [layer in config.recurrent_layers for layer in layers]
-    places = [kinds[own].index(layer) for layer, own in zip(layers, is_recurrent, strict=True)]
-    tables = torch.tensor([is_recurrent, places])  # [2, L] int64
+    net, vectors = config.recurrent, weights.vectors
     taps = vectors["conv_kernel"][:, :, 0].transpose(1, 2).contiguous()  # [L', K, C]
     given: dict[str, Tensor | None]
     if isinstance(net, DeltaNet):
@@ -184,11 +196,11 @@ def _recurrent(decoder: Decoder) -> Recurrent:
         given = {name: vectors.get(f"conv_{name}") for name in ("in_bias", "out_bias")}
         given["conv_bias"], sizes, stacks = vectors.get("conv_bias"), {}, ("conv_in", "conv_out")
     recurrent = Recurrent(
-        is_recurrent=address(tables[0]), places=address(tables[1]), taps=address(taps), kernel=net.kernel,
+        taps=address(taps), kernel=net.kernel,
         channels=net.channels, **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])}, **sizes,
         **{name: address(tensor) for name, tensor in given.items()},
     )  # fmt: skip
-    recurrent.kept = tables, taps, given
+    recurrent.kept = taps, given
     return recurrent
 
 

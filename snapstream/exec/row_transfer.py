@@ -53,6 +53,8 @@ class RowParts:
         device, some_row = self._cache.k.device, self._cache.padding_row
         num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of local heads
         shape = (self._num_heads, num_bytes // (self._local_heads.stop - self._local_heads.start))
+        if not num_bytes:
+            return
         if self._cache.state(layer):
             shape = (1, num_bytes)
         if part is None:
@@ -80,8 +82,9 @@ class RowParts:
         return self._group.broadcast(data.to(device), 0).view(dtype)
 
     def _bytes(self, layer: int, row: int, entry: PrefillEntry) -> Tensor:
-        """A copy of a layer of a local row, ``[local kv heads, B]``."""
-        return torch.cat([_by_head(piece) for piece in self._pieces(layer, row, entry)], 1)
+        """A copy of a layer of a local row, ``[local kv heads, B]``; no bytes of a layer that keeps nothing."""
+        none = torch.empty((1, 0), dtype=torch.uint8, device=self._cache.k.device)
+        return torch.cat([_by_head(piece) for piece in self._pieces(layer, row, entry)] or [none], 1)
 
     def _pieces(self, layer: int, row: int, entry: PrefillEntry) -> Iterator[Tensor]:
         """Views of the row, ``[heads, ...]``, in wire order; of a recurrent layer its state, ``[1, ...]``."""

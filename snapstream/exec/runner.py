@@ -111,7 +111,7 @@ def warm_up_kernels(
     spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
     job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
     moe, num_layers = decoder.config.moe, decoder.config.num_layers
-    first_experts = 0 if moe is None else min(moe.layers(num_layers).start, num_layers - 1)
+    first_experts = 0 if moe is None else min(moe.layers(num_layers)[0], num_layers - 1)
     for unit in range((1 + first_experts) * job.spec.num_chunks(config.chunking.chunk_len)):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())

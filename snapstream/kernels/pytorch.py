@@ -425,6 +425,11 @@ def geglu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
+def relu2(up: Tensor) -> Tensor:
+    """``relu(up)^2`` of an MLP without gate, ``[T, I]``; in place."""
+    return up.relu_().square_()
+
+
 def clamped_swiglu(gate_up: Tensor, clamp: SwiGLUClamp) -> Tensor:
     """See ``SwiGLUClamp``: ``gate_up [T, 2M]`` (gate | up) to ``[T, M]``, fp32 inside."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from snapstream.config.model import SwiGLUClamp
+from snapstream.config.model import Activation, SwiGLUClamp
 
 CosSin = tuple[Tensor, Tensor]  # [T, 1, E] fp32 each, the minus of the rotation in the sine
 Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a decode step
@@ -46,7 +46,8 @@ class ExpertParts(NamedTuple):
 
     gate_up_bias: Tensor | None = None  # [X', 2M]
     down_bias: Tensor | None = None  # [X', D]; None also where another rank adds it
-    clamp: SwiGLUClamp | None = None  # of the activation; None: the plain SwiGLU
+    clamp: SwiGLUClamp | None = None  # in place of the activation
+    activation: Activation = "silu"
 
 
 class RowPlaces(NamedTuple):

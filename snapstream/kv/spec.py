@@ -3,7 +3,7 @@
 A row is the sum of its layers' caches. ``Full`` layers hold the slots of the row's budget. ``Window`` layers
 (sliding-window attention) hold a ring of the last tokens, all that the model attends to. ``Latent`` layers (DeepSeek)
 hold one latent per slot for all heads; its first ``value_dim`` elements are the value. ``State`` layers (recurrent
-layers, short convolutions) hold tensors of constant size and no slots.
+layers, short convolutions) hold tensors of constant size and no slots; layers without attention or recurrence none.
 """
 
 from __future__ import annotations
@@ -276,6 +276,8 @@ class KVSpec:
 
 def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
     latent, window = model.latent, model.layer_windows[index]
+    if model.mlp_layers is not None and index in model.mlp_layers:
+        return State(shapes=())
     if index in model.recurrent_layers:
         assert model.recurrent is not None
         return State(shapes=model.recurrent.state_shapes)

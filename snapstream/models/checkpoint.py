@@ -45,7 +45,7 @@ from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import FAMILIES, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
-from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
+from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, usual_name
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
@@ -74,7 +74,7 @@ def read_manifest(folder: Path, *, is_text_part: bool = False) -> dict[str, Stor
             if is_text_part and stored.startswith(TOWER_PREFIXES):
                 num_skipped += 1
                 continue
-            name = name_in_text_part(stored) if is_text_part else stored
+            name = usual_name(stored, is_text_part=is_text_part)
             if name in manifest:
                 raise ValueError(f"{name} is in two shards: {manifest[name].file.name} and {file.name}")
             manifest[name] = tensor
@@ -365,7 +365,7 @@ def load_weights(
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
-                    own = plain_name(name_in_text_part(name) if config.is_text_part else name)
+                    own = plain_name(usual_name(name, is_text_part=config.is_text_part))
                     if own not in cuts:
                         continue
                     cut, part = cuts[own], cuts[own].part

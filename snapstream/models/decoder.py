@@ -29,7 +29,7 @@ from snapstream.models.latent import (
     local_heads,
     with_local_heads,
 )
-from snapstream.models.layers import DenseLayer, KVView, Vocabulary
+from snapstream.models.layers import DenseLayer, KVView, MlpLayer, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.recurrent import RECURRENT_LAYERS
 from snapstream.models.registry import FAMILIES, kv_spec_of
@@ -255,11 +255,14 @@ class Decoder:
         return cast(DType, str(self.dtype).removeprefix("torch."))
 
     def _layers(self, weights_of: Callable[[int], LayerWeights]) -> list[Layer]:
-        layer, layers = _layer_class(self.config), self.config.recurrent_layers
-        recurrent = RECURRENT_LAYERS.get(type(self.config.recurrent), DenseLayer)
+        classes = [_layer_class(self.config)] * self.config.num_layers
+        for index in self.config.recurrent_layers:
+            classes[index] = RECURRENT_LAYERS[type(self.config.recurrent)]
+        if self.config.mlp_layers is not None:
+            for index in self.config.mlp_layers:
+                classes[index] = MlpLayer
         return [
-            (recurrent if index in layers else layer)(index, self.shard, weights_of(index), self.kernels, self.group)
-            for index in range(self.config.num_layers)
+            layer(index, self.shard, weights_of(index), self.kernels, self.group) for index, layer in enumerate(classes)
         ]
 
 

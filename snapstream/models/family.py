@@ -31,8 +31,8 @@ from snapstream.models.tensors import TensorSpecs, decoder_tensors
 class Recipe(TypedDict, total=False):
     """The parts of a layer, and sizes that a family's config.json names differently: fields of ``ModelConfig``.
 
-    A layer is attention with RoPE, and a gated MLP or experts, with an RMSNorm before or after each or both; absent
-    fields have the defaults of ``ModelConfig``.
+    A layer is attention with RoPE, and a gated MLP or experts, with an RMSNorm before or after each or both, or with
+    ``mlp_layers`` only one of these parts; absent fields have the defaults of ``ModelConfig``.
     """
 
     qkv_bias: bool
@@ -58,6 +58,7 @@ class Recipe(TypedDict, total=False):
     has_attention_gate: bool
     recurrent: Recurrent  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
+    mlp_layers: tuple[int, ...]  # layers have a single part each: these an MLP or experts
     has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP
     num_kv_heads: int

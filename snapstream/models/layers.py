@@ -163,7 +163,7 @@ class Experts:
 
     def __init__(
         self, moe: MoEConfig, weights: LayerWeights, kernels: Kernels, group: Group,
-        shared: Callable[[Tensor], Tensor] | None,
+        shared: Callable[[Tensor], Tensor] | None, activation: Activation = "silu",
     ) -> None:  # fmt: skip
         """``shared`` is the MLP of the shared experts, if any."""
         self._moe, self._kernels, self._shared = moe, kernels, shared
@@ -171,7 +171,7 @@ class Experts:
         self._logit_bias = weights.optional("router_logit_bias")
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
         down_bias = expert_bias_of_sum(moe, weights.optional("experts_down_bias"), group)
-        self._parts = ExpertParts(weights.optional("experts_gate_up_bias"), down_bias, moe.clamp)
+        self._parts = ExpertParts(weights.optional("experts_gate_up_bias"), down_bias, moe.clamp, activation)
         self._first, self._num_local = moe.own.start, len(moe.own)
         self._ids = torch.arange(self._num_local, device=self._router.device)
 
@@ -212,7 +212,7 @@ class Mlp(Protocol):
 
 
 class SwiGLU:
-    """``down(act(gate x) * up x)`` of stored matrices; an ``Mlp``."""
+    """``down(act(gate x) * up x)`` of stored matrices, or ``relu2`` without gate; an ``Mlp``."""
 
     def __init__(
         self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
@@ -247,15 +247,17 @@ def expert_bias_of_sum(moe: MoEConfig, bias: Tensor | None, group: Group) -> Ten
 
 def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
     """The MLP of a layer: ``Experts`` if its weights have any, else ``SwiGLU``."""
+    activation = config.activation
     if config.moe is not None and "experts_down" in weights.matrices:
         shared: Callable[[Tensor], Tensor] | None = None
         if config.moe.num_shared:
-            shared = SwiGLU(weights.matrix("shared_gate_up"), weights.matrix("shared_down"), (None, None), kernels)
+            own = weights.matrix("shared_gate_up"), weights.matrix("shared_down")
+            shared = SwiGLU(*own, (None, None), kernels, activation)
             if config.moe.has_shared_gate:
                 shared = _gated(shared, weights.vector("shared_gate"))
-        return Experts(config.moe, weights, kernels, group, shared)
+        return Experts(config.moe, weights, kernels, group, shared, activation)
     biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
-    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, config.activation)
+    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
 
 
 class DenseLayer:
@@ -268,7 +270,8 @@ class DenseLayer:
         self._input_norm, self._post_norm = weights.optional("input_norm"), weights.optional("post_norm")
         self._attention_out_norm = weights.optional("attention_out_norm")
         self._mlp_out_norm = weights.optional("mlp_out_norm")
-        self._mlp = mlp_of(config, weights, kernels, group)
+        has_mlp = config.mlp_layers is None or index in config.mlp_layers
+        self._mlp = mlp_of(config, weights, kernels, group) if has_mlp else None
         self._multiplier, self._is_centered = config.multipliers.residual, config.is_centered
         self._is_parallel = config.is_parallel
         self._read_mixer(config, weights)
@@ -318,10 +321,12 @@ class DenseLayer:
         """See ``models.decoder.Layer.finish``."""
         projected = self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)  # [T', D]
         if self._is_parallel:
-            assert self._input_norm is not None
+            assert self._input_norm is not None and self._mlp is not None
             output = self._mlp.of_norm(SumNorm(residual, None, self._input_norm, self._eps))
             return self._ended(self._group.all_reduce(projected.add_(output)), None)
         projected = self._ended(self._group.all_reduce(projected), self._attention_out_norm)
+        if self._mlp is None:
+            return projected
         if self._post_norm is None:
             output = self._mlp(residual.add_(projected))
         else:
@@ -333,6 +338,23 @@ class DenseLayer:
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
         output = output.sub_(output.mean(-1, keepdim=True)) if self._is_centered else output
         return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
+
+
+class MlpLayer(DenseLayer):
+    """A layer that is an MLP or experts alone; what it hands on between its halves is its normed input."""
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        """None."""
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        assert self._input_norm is not None and isinstance(view, StateView)
+        return view.outputs(self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps)))
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """See ``models.decoder.Layer.finish``."""
+        assert self._mlp is not None
+        return self._ended(self._group.all_reduce(self._mlp(attended)), None)
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:

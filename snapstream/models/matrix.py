@@ -22,7 +22,7 @@ from snapstream.config.model import Activation, WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
 from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
-from snapstream.kernels.pytorch import clamped_swiglu, geglu
+from snapstream.kernels.pytorch import clamped_swiglu, geglu, relu2
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.sharding import dequantized_block
 
@@ -180,7 +180,8 @@ class Matrix:
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
         activation: Activation = "silu",
     ) -> Tensor:  # fmt: skip
-        """``down(act(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``.
+        """``down(act(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``;
+        with ``relu2`` ``down(relu(up x)^2)`` of a matrix ``[I, D]``.
 
         x ``[T, D]`` is the norm of ``given``, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
@@ -188,14 +189,14 @@ class Matrix:
             gate_up = self.multiply(given, biases[0], kernels)  # [T, 2I]
         else:
             gate_up = self.multiply_normed(given, biases[0], kernels)
-        inner = kernels.swiglu(gate_up) if activation == "silu" else geglu(gate_up)
+        inner = _activated(gate_up, activation, kernels)
         return down.multiply(inner, biases[1], kernels)
 
     def swiglu_grouped(
         self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS
     ) -> Tensor:
         """The weighted sum of a token's experts, ``x [T, D]`` to ``[T, D]``: matrices ``[X', 2M, D]``, gate and up in
-        one, and ``down [X', D, M]``. Summed in the order of the token's choices.
+        one, or ``[X', M, D]`` without gate, and ``down [X', D, M]``. Summed in the order of the token's choices.
         """
         (num_tokens, top_k), order = pairs.weights.shape, pairs.order
         gate_up = self.multiply_grouped(x[order // top_k], pairs.ends, kernels)  # [T k, 2M]
@@ -204,7 +205,10 @@ class Matrix:
         experts = _experts_of(pairs) if has_biases else None  # [T k]
         if parts.gate_up_bias is not None:
             gate_up.add_(parts.gate_up_bias[experts])
-        inner = kernels.swiglu(gate_up) if parts.clamp is None else clamped_swiglu(gate_up, parts.clamp)  # [T k, M]
+        if parts.clamp is None:
+            inner = _activated(gate_up, parts.activation, kernels)  # [T k, M]
+        else:
+            inner = clamped_swiglu(gate_up, parts.clamp)
         del gate_up  # a chunk's are large
         inner.mul_(shares)  # smaller before the product than after it
         out = down.multiply_grouped(inner, pairs.ends, kernels)  # [T k, D]
@@ -256,6 +260,13 @@ class Matrix:
         unit = BLOCK if self.form.is_fp8 else 1
         rows = max(dequantized_block(self.data.device.type) // num_in // unit, 1) * unit
         return [(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]
+
+
+def _activated(gate_up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
+    """``gate_up [T, 2I]`` (gate | up), with ``relu2`` ``[T, I]``, to ``[T, I]``."""
+    if activation == "relu2":
+        return relu2(gate_up)
+    return kernels.swiglu(gate_up) if activation == "silu" else geglu(gate_up)
 
 
 def _experts_of(pairs: Pairs) -> Tensor:

@@ -40,6 +40,7 @@ from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, HY_V3, MELLUM, MINIMAX_M2, OLMOE
+from snapstream.models.nemotron import NEMOTRON_H
 from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
 from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -103,6 +104,7 @@ FAMILIES: Registry[Family] = Registry(
         "Lfm2MoeForCausalLM": LFM2_MOE,
         "GraniteForCausalLM": GRANITE,
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+        "NemotronHForCausalLM": NEMOTRON_H,
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": OLMO3,
         "Phi3ForCausalLM": PHI3,

@@ -177,7 +177,7 @@ def rank_config(
     unit = 1 if formats is None else _unit(formats.layers, is_row=True)
     moe = None if model.moe is None else _own_experts(model.moe, parallel, rank, unit)
     inner = model.intermediate_size
-    if moe is None or moe.layers(model.num_layers).start > 0:
+    if model.dense_layers:
         inner = _padded_share(inner, size, unit)
     own = replace(
         model,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from snapstream.config import DType, ModelConfig
 from snapstream.config.model import LatentConfig
 
+OWN_PREFIXES = {"backbone.": "model."}  # of published files whose names transformers changes (Nemotron-H)
 # Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
 TEXT_PREFIXES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
@@ -21,6 +22,8 @@ TEXT_PREFIXES = {
 TOWER_PREFIXES = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
 )  # fmt: skip
+
+ATTENTION_NAMES = "self_attn.", "mixer.q_proj.", "mixer.o_proj."  # of a layer's attention
 
 Place = int | slice  # of a checkpoint tensor along the leading dimensions of the stored one
 
@@ -56,7 +59,7 @@ class TensorSpec:
     @property
     def is_attention(self) -> bool:
         """Whether it is a part of a layer's attention."""
-        return self.per_layer and any(name.startswith("self_attn.") for name in self.parts)
+        return self.per_layer and any(name.startswith(ATTENTION_NAMES) for name in self.parts)
 
     @property
     def is_quantized(self) -> bool:
@@ -79,10 +82,13 @@ class Part(NamedTuple):
     is_transposed: bool = False
 
 
-def name_in_text_part(name: str) -> str:
-    """The name of a tensor in a checkpoint of the text part alone."""
-    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), None)
-    return name if prefix is None else TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
+def usual_name(name: str, *, is_text_part: bool = False) -> str:
+    """A checkpoint's name of a tensor with the prefixes that this package uses: those of transformers, of a text part
+    alone.
+    """
+    prefixes = {**OWN_PREFIXES, **(TEXT_PREFIXES if is_text_part else {})}
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
+    return name if prefix is None else prefixes[prefix] + name.removeprefix(prefix)
 
 
 def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:
@@ -127,8 +133,10 @@ def norm(config: ModelConfig, size: int, name: str) -> TensorSpec:
     return replace(vector(size, name), offset=config.norm_offset, dtype=dtype)
 
 
-def gate_up_parts(prefix: str, kind: str, inner: int) -> dict[str, tuple[Place, ...]]:
-    """Gate and up projection of an MLP as one matrix."""
+def gate_up_parts(prefix: str, kind: str, inner: int, *, has_gate: bool = True) -> dict[str, tuple[Place, ...]]:
+    """Gate and up projection of an MLP as one matrix, or up alone."""
+    if not has_gate:
+        return {f"{prefix}.up_proj.{kind}": ()}
     return {f"{prefix}.gate_proj.{kind}": (slice(inner),), f"{prefix}.up_proj.{kind}": (slice(inner, None),)}
 
 
@@ -198,7 +206,7 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
             part = f"self_attn.{name}_norm.weight"
             order = {part: orders[name]} if orders else {}
             specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order)
-    if config.recurrent_layers:
+    if len(config.attention_layers) < config.num_layers:
         return {name: replace(spec, layers=config.attention_layers) for name, spec in specs.items()}
     return specs
 
@@ -232,17 +240,16 @@ def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
 
 
 def mlp_tensors(config: ModelConfig) -> TensorSpecs:
-    """The SwiGLU of the layers that have one: all, or those before the first experts."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    layers = None if config.moe is None else range(config.moe.layers(config.num_layers).start)
-    if layers is not None and not layers:
+    """The MLP of the layers that have one: all, or those without experts."""
+    hidden, inner, layers = config.hidden_size, config.intermediate_size, config.dense_layers
+    if not layers:
         return {}
     specs = {
         "gate_up": TensorSpec(
-            shape=(2 * inner, hidden),
+            shape=((1 + config.has_gate) * inner, hidden),
             parts={"mlp.gate_up_proj.weight": ()}
             if config.has_fused_gate_up
-            else gate_up_parts("mlp", "weight", inner),
+            else gate_up_parts("mlp", "weight", inner, has_gate=config.has_gate),
             layers=layers,
             shard_dim=0,
             is_padded=True,
@@ -302,10 +309,12 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
     hidden, inner, layers = config.hidden_size, moe.inner, moe.layers(config.num_layers)
     gate_up: dict[str, tuple[Place, ...]] = {}
     down: dict[str, tuple[Place, ...]] = {}
+    gates = inner if config.has_gate else 0  # rows of a gate, before those of up
     for at, expert in enumerate(moe.own):
         prefix = f"{names.prefix}.experts.{expert}"
-        gate_up[f"{prefix}.{names.gate}.weight"] = (at, slice(inner))
-        gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(inner, None))
+        if gates:
+            gate_up[f"{prefix}.{names.gate}.weight"] = (at, slice(gates))
+        gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(gates, None))
         down[f"{prefix}.{names.down}.weight"] = (at,)
     if config.has_fused_experts:
         gate_up, down = {f"{names.prefix}.experts.gate_up_proj": ()}, {f"{names.prefix}.experts.down_proj": ()}
@@ -315,7 +324,7 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
             shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
         ),
         "experts_gate_up": TensorSpec(
-            shape=(len(moe.own), 2 * inner, hidden),
+            shape=(len(moe.own), gates + inner, hidden),
             parts=gate_up,
             layers=layers,
             per_expert=True,
@@ -333,8 +342,8 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
     if moe.num_shared:
         shared, prefix = moe.shared_inner, f"{names.prefix}.shared_experts"
         specs["shared_gate_up"] = TensorSpec(
-            shape=(2 * shared, hidden),
-            parts=gate_up_parts(prefix, "weight", shared),
+            shape=((1 + config.has_gate) * shared, hidden),
+            parts=gate_up_parts(prefix, "weight", shared, has_gate=config.has_gate),
             layers=layers,
             shard_dim=0,
             is_padded=True,

@@ -29,6 +29,12 @@ MAMBA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+NEMOTRON: dict[str, Any] = {
+    "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 12, "n_groups": 2, "conv_kernel": 3, "chunk_size": 16,
+    "head_dim": 20, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 1.5, "time_step_min": 1e-30,
+}  # fmt: skip
+
 # name -> (config class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-mha": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -159,6 +165,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-4-dense": (  # without Mamba-2 a Granite with rotated heads
         "GraniteMoeHybridConfig",
         {**MAMBA, "layer_types": ["full_attention"] * 3, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "nemotron-h": (  # two Mamba-2 layers in a row, the first and the last layer an MLP
+        "NemotronHConfig",
+        {**NEMOTRON, "hybrid_override_pattern": "-MM*M-", "use_bias": True, "num_key_value_heads": 1},
+    ),
+    "nemotron-3": (
+        "NemotronHConfig",
+        {**NEMOTRON, "hybrid_override_pattern": "MEM*EE-*", "use_conv_bias": False, "n_group": 2, "topk_group": 1},
+    ),
+    "nemotron-panels": (
+        "NemotronHConfig",
+        {**NEMOTRON, "hybrid_override_pattern": "ME*-", "intermediate_size": 96, "moe_intermediate_size": 96,
+         "moe_shared_expert_intermediate_size": 160, "n_groups": 1},
     ),
     "qwen3-next": (
         "Qwen3NextConfig",
@@ -317,7 +336,9 @@ ARCHITECTURES |= {
 }
 
 
-RECURRENT = [name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5", "granite-hybrid"))]
+RECURRENT = [
+    name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron"))
+]
 
 
 def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:
@@ -336,7 +357,7 @@ def make_model(name: str, **sizes: int) -> Any:
     with torch.no_grad():
         for key, value in model.named_parameters():
             if "norm" in key or key.endswith(
-                ("bias", "sinks", "A_log", "mamba.D")
+                ("bias", "sinks", "A_log", ".D")
             ):  # made with constants: random ones show whether they are used
                 value.copy_(1.0 * ("norm" in key) + 0.3 * torch.randn_like(value))
         randomise_corrections(model)

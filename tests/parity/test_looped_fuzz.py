@@ -113,6 +113,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
         if architecture.startswith("Granite"):
             found |= draw_mamba(random, size, found["hidden_size"])
+        if architecture.startswith("Nemotron"):
+            found |= draw_single_parts(random, size)
     if family.has_experts:
         found |= draw_experts(random, size, architecture, layers)
     if rope is None or (rope["rope_type"] != "longrope" and architecture != "Phi3ForCausalLM"):
@@ -152,8 +154,25 @@ def draw_mamba(random: Random, size: Sizes, hidden: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def draw_single_parts(random: Random, size: Sizes) -> dict[str, Any]:
+    """Layers of one part each, in any order, one of Mamba-2 and one of attention among them."""
+    kinds = ["M", "*", *random.choices("M*-E", k=size.any(0, 4))]
+    random.shuffle(kinds)
+    groups = size.any(1, 3)
+    heads = groups * size.any(1, 3)
+    return {
+        "hybrid_override_pattern": "".join(kinds), "layer_types": None, "mamba_num_heads": heads, "n_groups": groups,
+        "mamba_head_dim": size.inputs(60, times=heads), "ssm_state_size": size.any(1, 140),
+        "conv_kernel": size.any(2, 6), "use_conv_bias": random.random() < 0.5, "use_bias": random.random() < 0.5,
+        "moe_shared_expert_intermediate_size": size.inputs(100), "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
-    groups = random.choice([1, 1, 2, 4]) if "Deepseek" in architecture or "Glm4" in architecture else 1
+    groups = (
+        random.choice([1, 1, 2, 4]) if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron")) else 1
+    )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
     inner = size.inputs(120)
     return {

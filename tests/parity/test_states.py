@@ -151,7 +151,10 @@ def test_a_native_scan_is_the_reference(seed: int) -> None:
     assert torch.equal(torch.cat(parts, dim=1), out) and torch.equal(in_parts, got)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe"])
+@pytest.mark.parametrize(
+    "name",
+    ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-3"],
+)
 def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
     asked = prompts(*range(1, 52, 3))
@@ -233,7 +236,7 @@ STORE = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8, snapshot_l
 STORED: dict[str, Any] = {**SETTINGS, "selector": SnapKV(observation_len=4), "budget": 48, "chunk_len": 24}
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3.5"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3.5", "nemotron-3"])
 def test_a_hit_begins_at_a_snapshot_and_answers_as_a_cold_prefill(name: str, tmp_path: Path) -> None:
     """A further turn, the same prompt again, other ends of a prompt, several samples; alone and together."""
     folder = save(make_model(name), tmp_path)

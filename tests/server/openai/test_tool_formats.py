@@ -249,6 +249,7 @@ ONE: dict[str, str] = {
     '<parameter name="unit">null</parameter>\n</invoke>\n</minimax:tool_call>',
     "cohere": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {A}}}\n]'
     "<|END_ACTION|>",
+    "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {A}}}]</TOOLCALL>',
 }
 ONE["glm47"] = ONE["glm45"].replace("\n", "")
 SEVERAL: dict[str, str] = {
@@ -277,6 +278,8 @@ SEVERAL: dict[str, str] = {
     f'<parameter name="input">{CODE}</parameter>\n</invoke>\n</minimax:tool_call>',
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}},\n    '
     f'{{"tool_call_id": "1", "tool_name": "run", "parameters": {{"input": {json.dumps(CODE)}}}}}\n]<|END_ACTION|>',
+    "nemotron": '<TOOLCALL>[{"name": "now", "arguments": {}}, {"name": "run", "arguments": '
+    f'{{"input": {json.dumps(CODE)}}}}}]</TOOLCALL>',
     "harmony": "<|channel|>commentary to=functions.now<|message|>{}<|channel|>commentary to=functions.run<|message|>"
     f'{{"input": {json.dumps(CODE)}}}<|call|>',
 }
@@ -405,6 +408,7 @@ def test_ids_are_those_that_templates_expect() -> None:
         ("deepseek_v3", SEVERAL["deepseek_v31"], [("now", "{}"), ("run", CODE)]),
         ("minimax_m2", '<minimax:tool_call><invoke name="now"></minimax:tool_call>', [("now", "{}")]),
         ("cohere", '<|START_ACTION|>{"tool_name": "now", "parameters": {}}<|END_ACTION|>', [("now", "{}")]),
+        ("nemotron", '<TOOLCALL>{"name": "now", "arguments": {}}</TOOLCALL>', [("now", "{}")]),
         ("kimi_k2", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [("now", "{}")]),
         ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}", [("now", "{}"), ("now", "{}")]),
         ("llama3_json", '<|python_start|>{"name": "now", "parameters": {}}<|python_end|>', [("now", "{}")]),
@@ -453,6 +457,7 @@ TEMPLATES = {
     "mistral": '{{- "[TOOL_CALLS][" }}',
     "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
     "cohere": "You will write tool calls as <|START_ACTION|>[{ ... }]<|END_ACTION|>",
+    "nemotron": "{{- '<TOOLCALL>[' -}}{%- for call in message.tool_calls -%}",
     "harmony": '{{- "functions." + tool_call.name + "<|channel|>commentary " }}{{- content_type + "<|message|>" }}',
 }
 

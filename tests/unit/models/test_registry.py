@@ -33,6 +33,8 @@ QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 LATENTS: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
                            "v_head_dim": 12, "first_k_dense_replace": 2}  # fmt: skip
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
+NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
+            "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
             "num_key_value_heads": 8, "n_routed_experts": 4, "num_nextn_predict_layers": 1}  # fmt: skip
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
@@ -124,6 +126,29 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             ("granite-4.0-h-micro", 2048, 8192, 8192, 0, 0, 32, 8, 3_191_396_096),
             ("granite-4.0-h-tiny", 1536, 512, 1024, 64, 6, 12, 4, 6_939_037_248),
             ("granite-4.0-h-small", 4096, 768, 1536, 72, 10, 32, 8, 32_207_337_984),
+        )
+    },
+    **{
+        name: (
+            {"architectures": ["NemotronHForCausalLM"], "attention_bias": False, "conv_kernel": 4, "head_dim": 128,
+             "hidden_size": hidden, "hybrid_override_pattern": pattern, "intermediate_size": inner,
+             "layer_norm_epsilon": 1e-05, "mamba_head_dim": mamba_dim, "mamba_hidden_act": "silu",
+             "mamba_num_heads": mamba_heads, "max_position_embeddings": context, "mlp_bias": False,
+             "mlp_hidden_act": "relu2", "n_groups": 8, "num_attention_heads": heads, "num_hidden_layers": len(pattern),
+             "num_key_value_heads": kv_heads, "ssm_state_size": 128, "tie_word_embeddings": False, "use_bias": False,
+             "use_conv_bias": True, "vocab_size": 131072, **more},
+            parameters,
+        )
+        for name, hidden, inner, mamba_dim, mamba_heads, heads, kv_heads, context, pattern, more, parameters in (
+            ("Nemotron-H-8B", 4096, 21504, 64, 128, 32, 8, 8192,
+             "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", {}, 8_100_852_736),
+            ("Nemotron-Nano-9B-v2", 4480, 15680, 80, 128, 40, 8, 131072,
+             "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", {}, 8_888_227_328),
+            ("Nemotron-3-Nano-30B-A3B", 2688, 1856, 64, 64, 32, 2, 262144,
+             "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+             {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1,
+              "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 6,
+              "routed_scaling_factor": 2.5, "topk_group": 1}, 31_577_940_288),  # with the corrections of the routers
         )
     },
     "gemma-3-1b-it": (
@@ -651,6 +676,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "sparse indexer.*2048",
     ),
     ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "only yarn has it"),
+    ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
+    ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
+    ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
+    ({**NEMOTRON, "time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]; only"),
+    ({**NEMOTRON, "hybrid_override_pattern": "M-M-"}, "layers of Mamba-2 and of attention are needed"),
+    ({**NEMOTRON, "hybrid_override_pattern": "MX*-"}, "layer_types has 'X'"),
     ({**SMOLLM3, "no_rope_layer_interval": 0}, "no_rope_layer_interval is 0; it must be >= 1"),
     ({**SMOLLM3, "no_rope_layers": [1, 0]}, r"no_rope_layers is \[1, 0\]; .* for each of the 5 layers"),
     ({**SMOLLM3, "no_rope_layers": [1, 0, 1, 2, 1]}, "a list with a 0 or a 1"),
@@ -790,6 +821,12 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"layer_types": ["linear_attention", *["full_attention"] * (settings["num_hidden_layers"] - 1)],
                      "mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 3,
                      "mamba_conv_bias": False, "mamba_proj_bias": True, "shared_intermediate_size": 40}  # fmt: skip
+    if architecture == "NemotronHForCausalLM":
+        settings |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "n_groups": 4,
+                     "layers_block_type": ["moe", "mamba", "mlp", "attention", "linear_attention"],
+                     "layer_norm_epsilon": 1e-3, "mamba_num_heads": 12, "mamba_head_dim": 20, "ssm_state_size": 24,
+                     "conv_kernel": 3, "use_conv_bias": False, "num_hidden_layers": 5,
+                     "moe_shared_expert_intermediate_size": 56}  # fmt: skip
     if architecture == "HYV3ForCausalLM":
         settings |= {"mlp_bias": False, "num_shared_experts": 3, "router_scaling_factor": 1.5}
     if architecture == "CohereForCausalLM":

@@ -10,6 +10,11 @@ constexpr int PANEL = 32;   // rows of a panel
 constexpr int64_t REJECTED = -2;  // in tokens
 constexpr int ALIGN_K = 4;  // the columns of a panel are filled up with zeros to a multiple of this
 
+// What a layer has of each part, and how its MLP or experts are activated: RELU2 is relu(up)^2, without gate.
+enum MixerKind : int64_t { ATTENTION = 0, RECURRENT = 1, NO_MIXER = 2 };
+enum MlpKind : int64_t { DENSE = 0, EXPERTS = 1, NO_MLP = 2 };
+enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2 };
+
 enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6 };
 
 struct Stack {  // matrices [layers, rows, cols], or one of them
@@ -21,12 +26,12 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     const float* scales;    // of FP8 (products.h)
 };
 
-struct Mixture {  // of experts, in the layers from first_layer on; no experts: none (experts.h)
-    // [L' held, 2M or D, D or M]: expert e of the i-th layer with experts is matrix i held + e - first_held
+struct Mixture {  // of experts, in the L' layers that have them; no experts: none (experts.h)
+    // [L' held, 2M (without gate M) or D, D or M]: expert e of the i-th layer with experts is matrix i held + e - first_held
     Stack gate_up, down;
     Stack shared_gate_up, shared_down;  // [L', ...], where shared_inner is not 0
     const float *router, *correction;   // [L', X, D]; [L', X] or null
-    int64_t experts, top_k, inner, shared_inner, first_layer;
+    int64_t experts, top_k, inner, shared_inner;
     int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
     int64_t first_held, held;  // the experts that lie on this rank, whose matrices are stored; alone: 0 and X
     const float *router_bias, *gate_up_bias, *down_bias;  // [L', X], [L' held, 2M], [L' held, D], or null
@@ -44,7 +49,6 @@ struct Latent {  // attention over latents; rank 0: none (latent.h)
 };
 
 struct Recurrent {  // layers with a state in the place of keys and values (recurrent.h); kernel 0: none
-    const int64_t *is_recurrent, *places;  // [L]: whether a layer is; its place in the stacks of its kind
     Stack in, out;                         // [L', ...]: to b | c | x, or to q | k | v | z; of what the layer makes
     const float *in_bias, *out_bias;       // [L', rows], or null
     const float *taps, *conv_bias;         // [L', K, C]; [L', C] or null
@@ -64,6 +68,9 @@ struct Ranks {  // processes of one machine that compute every step together, ea
 
 struct Model {  // of a rank: heads, inner sizes and the lines of embed and head are its share, all else is whole
     int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
+    // [L]: the kinds of a layer's parts, and its places in the stacks of those kinds.
+    const int64_t *mixers, *mixer_places, *mlps, *mlp_places;
+    int64_t is_single;  // layers have one part each, and input_norm and post_norm are the same
     Stack embed, qkv, o, gate_up, down, head;
     const float *input_norm, *post_norm;                        // [L, D], or both null
     const float *attention_out_norm, *mlp_out_norm;             // [L, D]: of outputs before they are added; or null
@@ -73,7 +80,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t is_parallel;  // attention and MLP read input_norm, and both outputs are added; post_norm is null
     int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
-    int64_t is_gelu;                                            // of gate; else SiLU
+    int64_t activation;                                         // of MLPs and experts
     int64_t has_attention_gate;  // qkv begins with [H E] gates, whose sigmoid multiplies the output of attention
     const float* window_frequencies;                            // [rotated / 2], of layers with windows; or null
     float window_rope_scale;
@@ -165,10 +172,10 @@ struct Passing {  // tokens that pass one matrix, or the two of an MLP; numbers 
     const float* x;   // [T, in]; with a norm what is first added to residual, or null
     float* residual;  // [T, in], where there is a norm: the norm of this is multiplied
     const float* norm;   // [in], or null
-    Stack matrix, down;  // down.rows 0: none; else the halves of what matrix gives are gate and up, and this is next
+    Stack matrix, down;  // down.rows 0: none; else matrix gives gate and up, or up alone, and this is next
     const float *bias, *down_bias;  // or null
     float* out;                     // [T, out]
-    int64_t tokens, is_gelu;
+    int64_t tokens, activation;
     float eps;
 };
 
@@ -182,7 +189,7 @@ struct Routed {
     const float* weights;     // [T, k]
     float* out;               // [T, D]
     const float *gate_up_bias, *down_bias;  // [X', 2M], [X', D], or null
-    int64_t tokens, top_k, experts;
+    int64_t tokens, top_k, experts, activation;
     float limit, alpha;  // as in Mixture
 };
 

@@ -56,9 +56,9 @@ struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its ex
         packed = cut(batch * wide);
         scores = cut(batch * (m.experts + W));
         shares = cut(pairs);
-        gate_up = cut(pairs * 2 * m.inner);
+        gate_up = cut(pairs * m.gate_up.rows);
         inner = cut(pairs * padded(m.inner));
-        shared_gate_up = cut(batch * 2 * m.shared_inner);
+        shared_gate_up = cut(batch * m.shared_gate_up.rows);
         shared_inner = cut(batch * padded(m.shared_inner));
         shared_share = cut(m.shared_gate ? batch : 0);
         for (int i = 0; i < threads; ++i) own.push_back(cut(batch * wide));
@@ -123,8 +123,9 @@ struct Engine : StepBuffers {
 };
 
 // The stages of a step are numbered: embedding, so many per layer, final norm, head. Of a layer those of its attention
-// come first; all layers of a model have as many, some of which may be empty.
+// or recurrence come first; all layers of a model have as many, some of which may be empty.
 inline int64_t gates_of(const Model& model) { return model.has_attention_gate ? model.heads * model.head_dim : 0; }
+inline bool has_gate(const Model& model) { return model.activation != RELU2; }
 inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
 inline int64_t layer_stages(const Model& model) { return attention_stages(model) + (model.mixture.experts ? 6 : 4); }
 inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }

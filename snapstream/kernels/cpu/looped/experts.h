@@ -154,16 +154,23 @@ inline const float* gate_up_bias(Work& w, int64_t matrix) {
 
 inline bool activates_experts_at_once(Work& w) { return w.moe.inner % PANEL == 0 && w.moe.shared_inner % PANEL == 0; }
 
-// The i-th panels of gate and of up of a matrix, activated, times shares where there are any: columns of packed `out`,
-// the input of `down`.
+// The i-th panels of gate and of up of a matrix, or without gate its i-th two panels, activated, times shares where there
+// are any: columns of packed `out`, the input of `down`.
 inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens,
-                           const char* next,
-                    const float* shares, const Stack& down, float* out) {
+                           const char* next, const float* shares, const Stack& down, float* out) {
+    const float* bias = &stack == &w.moe.gate_up ? gate_up_bias(w, matrix) : nullptr;
+    if (!has_gate(w.model))
+        return multiply_panels(w, stack, matrix, 2 * i, panels_left(stack, 2 * i), x, Groups(tokens, next),
+                               [&](int64_t own, const float* sums) {
+                                   activate_panel(w, down, bias, sums, (2 * i + own) * PANEL, tokens, shares, out);
+                               });
     const int64_t apart = stack.rows / 2 / PANEL * stack.panel_bytes;
     gate_and_up(w, stack, panels_at(stack, matrix, i), x, Groups(tokens, next, apart));
-    const float* bias = &stack == &w.moe.gate_up ? gate_up_bias(w, matrix) : nullptr;
-    activate_panel(w, down, bias, i * PANEL, tokens, shares, out);
+    activate_panel(w, down, bias, w.scratch, i * PANEL, tokens, shares, out);
 }
+
+// Whether a task of gate and up goes on a panel after it, not two.
+inline bool goes_by_panel(Work& w) { return activates_experts_at_once(w) && has_gate(w.model); }
 
 // -- the stages
 
@@ -178,10 +185,10 @@ inline float shared_share(Work& w, int64_t own, const float* x) {
     return 1.0f / (1.0f + std::exp(-sum_of(sum)));
 }
 
-inline void norm_tokens(Work& w, const float* weight, int64_t own) {
+inline void norm_tokens(Work& w, const float* weight, int64_t own, Turn added) {
     const int64_t wide = padded(w.model.hidden);
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle(w, AFTER_ATTENTION, b);
+        settle(w, added, b);
         const float* from = w.engine.residual + b * w.model.hidden;
         const float factor = norm_factor(from, w.model.hidden, w.model.eps);
         float* to = w.routed.normed + b * wide;
@@ -214,7 +221,7 @@ inline void score_experts(Work& w, int64_t layer) {
         const int64_t own = task - blocks;
         if (own >= 0 && activates_experts_at_once(w))
             return active_gate_up(w, w.moe.shared_gate_up, layer, own, w.routed.packed, w.step.batch,
-                                  panels_at(w.moe.shared_gate_up, layer, own + 1),
+                                  panels_at(w.moe.shared_gate_up, layer, goes_by_panel(w) ? own + 1 : 2 * own + 2),
                                   w.moe.shared_gate ? w.routed.shared_share : nullptr, w.moe.shared_down,
                                   w.routed.shared_inner);
         if (own >= 0)
@@ -240,7 +247,7 @@ inline void choose_experts(Work& w, int64_t layer) {
 // bias: of gate [inner], then of up, or null.
 inline void activate_piece(const Gated& gated, const float* gate, const float* bias, int64_t inner, int64_t first,
                            float share, const Packed& to) {
-    const float* up = gate + inner;
+    const float* up = gated.kind == RELU2 ? gate : gate + inner;
     const int64_t last = std::min<int64_t>(first + 16 * W, inner);
     for (int64_t i = first; i < last; i += W) {
         const int64_t count = std::min<int64_t>(W, last - i);
@@ -263,14 +270,14 @@ inline void activate_pairs(Work& w, int64_t layer) {
             const Span& span = w.routed.spans[w.routed.span_of[pair]];
             float* base = w.routed.inner + span.begin * padded(w.moe.inner);
             const Packed to(base, Groups(span.count), pair - span.begin, w.moe.inner);
-            activate_piece({w.moe.limit, w.moe.alpha}, w.routed.gate_up + pair * 2 * w.moe.inner,
+            activate_piece({w.moe.limit, w.moe.alpha, w.model.activation}, w.routed.gate_up + pair * w.moe.gate_up.rows,
                            gate_up_bias(w, layer * w.moe.held + span.expert), w.moe.inner, task % pieces * PIECE,
                            w.routed.share_of[pair], to);
         } else {
             const int64_t rest = task - num_pairs(w) * pieces, b = rest / shared;
             const Packed to(w.routed.shared_inner, w.tokens, b, w.moe.shared_inner);
-            const float* gate = w.routed.shared_gate_up + b * 2 * w.moe.shared_inner;
-            activate_piece({}, gate, nullptr, w.moe.shared_inner, rest % shared * PIECE,
+            const float* gate = w.routed.shared_gate_up + b * w.moe.shared_gate_up.rows;
+            activate_piece({0.0f, 0.0f, w.model.activation}, gate, nullptr, w.moe.shared_inner, rest % shared * PIECE,
                            w.moe.shared_gate ? w.routed.shared_share[b] : 1.0f, to);
         }
     });
@@ -286,13 +293,13 @@ inline int64_t first_down(Work& w, int64_t thread) {
 inline void expand_experts(Work& w, int64_t layer) {
     const int64_t tasks = (panels_of(w.moe.gate_up) + 1) / 2, all = w.routed.num_spans * tasks,
         wide = padded(w.model.hidden);
-    const bool is_whole = activates_experts_at_once(w);
+    const bool is_whole = activates_experts_at_once(w), by_panel = goes_by_panel(w);
     const int64_t own_last = all * (w.thread + 1) / w.pool.size() - 1, panel = first_down(w, w.thread);
     int64_t held = -1;  // the span whose tokens this thread has packed
     w.share(all, 1, [&](int64_t task) {
         const int64_t place = task / tasks, i = task % tasks;
         const Span& span = w.routed.spans[place];
-        const char* next = panels_at(w.moe.gate_up, layer * w.moe.held + span.expert, is_whole ? i + 1 : 2 * i + 2);
+        const char* next = panels_at(w.moe.gate_up, layer * w.moe.held + span.expert, by_panel ? i + 1 : 2 * i + 2);
         if (task == own_last) next = panels_at(w.moe.down, layer * w.moe.held + w.routed.spans[0].expert, panel);
         else if (i + 1 == tasks && task + 1 < all)
             next = panels_at(w.moe.gate_up, layer * w.moe.held + w.routed.spans[place + 1].expert, 0);
@@ -311,12 +318,12 @@ inline void expand_experts(Work& w, int64_t layer) {
                                   w.routed.share_of.data() + span.begin,
                                   w.moe.down, w.routed.inner + span.begin * padded(w.moe.inner));
         raw_gate_up(w, w.moe.gate_up, matrix, i * 2, x, Groups(span.count, next),
-                    w.routed.gate_up + span.begin * 2 * w.moe.inner);
+                    w.routed.gate_up + span.begin * w.moe.gate_up.rows);
     });
 }
 
 // Adds one panel to the residual stream, or to this rank's partial sum, from row `first` on.
-inline void add_panel(Work& w, int64_t layer, const float* sums, int64_t first) {
+inline void add_panel(Work& w, int64_t layer, Turn turn, const float* sums, int64_t first) {
     const int64_t rows = std::min<int64_t>(PANEL, w.model.hidden - first);
     for (int64_t b = 0; b < w.step.batch; ++b) {
         float total[PANEL] = {};
@@ -336,11 +343,11 @@ inline void add_panel(Work& w, int64_t layer, const float* sums, int64_t first) 
         for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
         if (w.ranks.is_alone())
             for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
-        else std::copy(total, total + rows, own_part(w, AFTER_MLP) + at);
+        else std::copy(total, total + rows, own_part(w, turn) + at);
     }
 }
 
-inline void add_up_experts(Work& w, int64_t layer) {
+inline void add_up_experts(Work& w, int64_t layer, Turn turn) {
     const int64_t panels = panels_of(w.moe.down), at_once = down_at_once(w);
     // of a panel: those of the pairs, then those of the shared experts
     const int64_t lines = num_pairs(w) + w.step.batch;
@@ -363,11 +370,9 @@ inline void add_up_experts(Work& w, int64_t layer) {
         if (w.moe.shared_inner)
             multiply_panels(w, w.moe.shared_down, layer, first, count, w.routed.shared_inner, w.tokens,
                             keep(num_pairs(w), w.step.batch));
-        for (int64_t i = 0; i < count; ++i) add_panel(w, layer, own + i * lines * PANEL, (first + i) * PANEL);
+        for (int64_t i = 0; i < count; ++i) add_panel(w, layer, turn, own + i * lines * PANEL, (first + i) * PANEL);
     });
 }
-
-inline bool is_mixture(Work& w, int64_t layer) { return w.moe.experts && layer >= w.moe.first_layer; }
 
 // Whether a stage has no task in this step; it then has no barrier either.
 inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
@@ -375,14 +380,14 @@ inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
 }
 
 inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
-    const int64_t own = layer - w.moe.first_layer;
+    const int64_t own = w.model.mlp_places[layer];
     switch (stage) {
-        case 0: return norm_tokens(w, w.model.post_norm + layer * w.model.hidden, own);
+        case 0: return norm_tokens(w, w.model.post_norm + layer * w.model.hidden, own, turn_before_mlp(w, layer));
         case 1: return score_experts(w, own);
         case 2: return choose_experts(w, own);
         case 3: return expand_experts(w, own);
         case 4: return activate_pairs(w, own);
-        default: return add_up_experts(w, own);
+        default: return add_up_experts(w, own, turn_of(w, layer, AFTER_MLP));
     }
 }
 

@@ -26,7 +26,7 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     residual = cut(batch * model.hidden);
     const int64_t projected = gates_of(model) + (model.heads + 2 * model.kv_heads) * model.head_dim;
     heads = cut(batch * std::max(projected, model.recurrent.in.rows));
-    gate_up = cut(batch * 2 * model.inner);
+    gate_up = cut(batch * model.gate_up.rows);
     packed = cut(batch * padded(widest_input(model)));
     angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);
     part_peaks = cut(parts);

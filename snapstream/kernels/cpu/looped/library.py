@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snapstream.config.model import Activation
 from snapstream.config.values import num_cores as num_cores
 from snapstream.kernels.cpu.looped.build import SOURCES, InstructionSet, instruction_sets, open_library
 
@@ -30,6 +31,7 @@ FORMATS = {
     "int4": 5,
     "mxfp4": 6,
 }  # as ``abi.h``
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it
 
 _HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())

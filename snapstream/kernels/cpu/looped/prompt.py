@@ -16,6 +16,7 @@ from snapstream.config.model import Activation
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.cpu.looped.library import (
+    ACTIVATIONS,
     ALIGN_COLS,
     Convolving,
     DeltaRule,
@@ -118,9 +119,9 @@ def swiglu(
     library: Library, matrices: tuple[Stack, Stack], given: SumNorm | Tensor,
     biases: tuple[Tensor | None, Tensor | None], activation: Activation = "silu",
 ) -> Tensor:  # fmt: skip
-    """``down(act(gate x) * up x)``, ``[T, D]`` fp32: x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
+    """See ``models.matrix.Matrix.swiglu``: ``[T, D]`` fp32; x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
 
-    ``matrices``: gate and up in one, each of whole panels, and down.
+    ``matrices``: gate and up in one, or up alone, each of whole panels, and down.
     """
     gate_up, down = matrices
     out = torch.empty(len(given if isinstance(given, Tensor) else given.residual), down.rows)
@@ -128,7 +129,7 @@ def swiglu(
     _pass(
         library, given,
         Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out),
-                is_gelu=activation == "gelu_tanh"),
+                activation=ACTIVATIONS[activation]),
     )  # fmt: skip
     return out
 
@@ -144,7 +145,7 @@ def swiglu_grouped(
     routed = Routed(
         x=address(x), gate_up=gate_up, down=down, order=address(order), ends=address(ends), weights=address(weights),
         out=address(out), tokens=tokens, top_k=top_k, experts=len(ends), gate_up_bias=address(parts.gate_up_bias),
-        down_bias=address(parts.down_bias), limit=limit, alpha=alpha,
+        down_bias=address(parts.down_bias), limit=limit, alpha=alpha, activation=ACTIVATIONS[parts.activation],
     )  # fmt: skip
     buffer = library.scratch(tokens * top_k * (gate_up.cols + down.cols + 2 * (ALIGN_COLS - 1)))
     library.pass_experts(byref(routed), address(buffer), torch.get_num_threads())

@@ -65,8 +65,10 @@ class Input {
     float* packed_;
 };
 
-// The activations of `cols` columns from `first` on, whole panels of gate and of up, times the share of a token where
-// there are shares: columns of the next input. sums [panels][gate, up][tokens][32].
+inline int64_t halves_of(int64_t activation) { return activation == RELU2 ? 1 : 2; }
+
+// The activations of `cols` columns from `first` on, whole panels of gate and of up, or of up alone, times the share of a
+// token where there are shares: columns of the next input. sums [panels][gate, up][tokens][32].
 inline void activate(const Input& input, const Gated& gated, const float* bias, int64_t inner, const float* sums,
                      const float* shares, int64_t begin, int64_t tokens, int64_t first, int64_t cols) {
     float gate_bias[MOST_GROUP] = {}, up_bias[MOST_GROUP] = {}, active[MOST_GROUP];
@@ -74,12 +76,13 @@ inline void activate(const Input& input, const Gated& gated, const float* bias, 
         std::copy(bias + first, bias + first + cols, gate_bias);
         std::copy(bias + inner + first, bias + inner + first + cols, up_bias);
     }
+    const int64_t halves = halves_of(gated.kind), apart = (halves - 1) * tokens * PANEL;
     Input::At at(input, begin);
     for (int64_t t = 0; t < tokens; ++t, at.next()) {
         const vec share = all(shares ? shares[begin + t] : 1.0f);
         for (int64_t i = 0; i < cols; i += W) {
-            const float* own = sums + (i / PANEL * 2 * tokens + t) * PANEL + i % PANEL;
-            const vec gate = load(own) + load(gate_bias + i), up = load(own + tokens * PANEL) + load(up_bias + i);
+            const float* own = sums + (i / PANEL * halves * tokens + t) * PANEL + i % PANEL;
+            const vec gate = load(own) + load(gate_bias + i), up = load(own + apart) + load(up_bias + i);
             store(active + i, gated(gate, up) * share);
         }
         at.put(active, first, cols);
@@ -163,9 +166,9 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             }
             float* to = sums.data();
             for (int64_t i = 0; i < together; ++i, own += matrix.panel_bytes)
-                for (int64_t half = 0; half < 2; ++half, to += groups.tokens * PANEL)
+                for (int64_t half = 0; half < halves_of(p.activation); ++half, to += groups.tokens * PANEL)
                     multiply(matrix, own + half * panels * matrix.panel_bytes, first.of(range), groups, to);
-            activate(second, Gated{0.0f, 0.0f, p.is_gelu != 0}, p.bias, inner, sums.data(), nullptr, begin,
+            activate(second, Gated{0.0f, 0.0f, p.activation}, p.bias, inner, sums.data(), nullptr, begin,
                      groups.tokens, panel * PANEL, together * PANEL);
         }
         if (gated) {
@@ -283,9 +286,10 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
             const char* data = matrix.data + expert->index * matrix.layer_bytes + panel * matrix.panel_bytes;
             float* ups = sums.data() + groups.tokens * PANEL;
             multiply(matrix, data, expert->first.of(range), groups, sums.data());
-            multiply(matrix, data + panels * matrix.panel_bytes, expert->first.of(range), groups, ups);
+            if (halves_of(r.activation) == 2)
+                multiply(matrix, data + panels * matrix.panel_bytes, expert->first.of(range), groups, ups);
             const float* bias = r.gate_up_bias ? r.gate_up_bias + expert->index * 2 * inner : nullptr;
-            activate(expert->second, {r.limit, r.alpha}, bias, inner, sums.data(), shares.data() + expert->begin,
+            activate(expert->second, {r.limit, r.alpha, r.activation}, bias, inner, sums.data(), shares.data() + expert->begin,
                      expert->first.begin(range), groups.tokens, panel * PANEL, PANEL);
         }
 #pragma omp for schedule(dynamic, 1)

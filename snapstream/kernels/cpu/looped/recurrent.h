@@ -6,14 +6,8 @@
 
 namespace looped {
 
-inline bool is_recurrent(const Work& w, int64_t layer) {
-    return w.model.recurrent.kernel && w.model.recurrent.is_recurrent[layer];
-}
-
-// Of a layer in the stacks of its kind.
-inline int64_t place_of(const Work& w, int64_t layer) {
-    return w.model.recurrent.kernel ? w.model.recurrent.places[layer] : layer;
-}
+// Of a layer in the stacks of its mixer's kind.
+inline int64_t place_of(const Work& w, int64_t layer) { return w.model.mixer_places[layer]; }
 
 template <class State>  // of a row in a layer
 float* state_of(const Work& w, const State* states, int64_t layer, int64_t b, int64_t size) {
@@ -242,11 +236,16 @@ inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head) {
     finish_scan(w, layer, b);
 }
 
+// The last of a layer's stages of attention is also the last here; those before it from 3 on are empty.
+inline bool is_recurrent_stage_empty(Work& w, int64_t stage) {
+    return stage > 2 && stage + 1 < attention_stages(w.model);
+}
+
 inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer);
     switch (stage) {
-        case 0: return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.in, AFTER_MLP);
+        case 0: return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.in, turn_before(w, layer));
         case 1: return project(w, own.in, place, own.in_bias, w.engine.heads);
         case 2:
             if (!own.value_heads) return short_conv(w, layer);
@@ -256,7 +255,7 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
                 });
             return w.share(w.step.batch * own.key_heads, 1,
                            [&](int64_t task) { delta_head(w, layer, task / own.key_heads, task % own.key_heads); });
-        default: return add_product(w, own.out, place, own.out_bias, AFTER_ATTENTION);
+        default: return add_product(w, own.out, place, own.out_bias, turn_of(w, layer, AFTER_ATTENTION));
     }
 }
 

@@ -8,6 +8,8 @@
 #include <cstring>
 #include <utility>
 
+#include "abi.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -164,13 +166,14 @@ INLINE vec exponential(vec x) {
 }
 
 // The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
-// gate at most `limit`, up within +-limit. With is_gelu gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
-// sigmoid(2 z).
+// gate at most `limit`, up within +-limit. GELU is gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
+// sigmoid(2 z). RELU2 takes up for both: relu(up)^2.
 struct Gated {
     float limit = 0.0f, alpha = 0.0f;
-    bool is_gelu = false;
+    int64_t kind = SILU;
     INLINE vec operator()(vec gate, vec up) const {
-        if (is_gelu) {
+        if (kind == RELU2) return (gate > vec{} ? gate : vec{}) * up;
+        if (kind == GELU) {
             const vec z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
             return gate / (1.0f + exponential(-z)) * up;
         }

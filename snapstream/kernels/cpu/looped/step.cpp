@@ -139,11 +139,11 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t place = place_of(w, layer);
     switch (stage) {
         case 0:
-            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), w.model.qkv, AFTER_MLP,
+            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), w.model.qkv, turn_before(w, layer),
                               layer ? norm_of_layer(w, w.model.mlp_out_norm, layer - 1) : nullptr);
         case 1: return project(w, w.model.qkv, place, w.model.qkv_bias, w.engine.heads);
         case 2: return attend_rows(w, layer);
-        default: return add_product(w, w.model.o, place, w.model.o_bias, AFTER_ATTENTION);
+        default: return add_product(w, w.model.o, place, w.model.o_bias, turn_of(w, layer, AFTER_ATTENTION));
     }
 }
 
@@ -165,30 +165,37 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
 }
 
 void mlp_stage(Work& w, int64_t layer, int64_t stage) {
+    const int64_t place = w.model.mlp_places[layer];
     switch (stage) {
         case 0:
             return norm_input(w, norm_of_layer(w, w.model.is_parallel ? w.model.input_norm : w.model.post_norm, layer),
-                              w.model.gate_up, AFTER_ATTENTION, norm_of_layer(w, w.model.attention_out_norm, layer));
-        case 1: return expand_tokens(w, layer);
+                              w.model.gate_up, turn_before_mlp(w, layer), norm_of_layer(w, w.model.attention_out_norm, layer));
+        case 1: return expand_tokens(w, place);
         case 2: return activate_mlp(w);
-        default: return add_product(w, w.model.down, layer, w.model.down_bias, AFTER_MLP,
+        default: return add_product(w, w.model.down, place, w.model.down_bias, turn_of(w, layer, AFTER_MLP),
                                     activates_at_once(w) ? w.engine.gate_up : w.engine.packed);
     }
 }
 
 void layer_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t attention = attention_stages(w.model);
-    if (stage < attention && is_recurrent(w, layer)) return recurrent_stage(w, layer, stage);
+    if (stage < attention && w.model.mixers[layer] == RECURRENT) return recurrent_stage(w, layer, stage);
     if (stage < attention) return w.latent.rank ? latent_stage(w, layer, stage) : attention_stage(w, layer, stage);
-    return is_mixture(w, layer) ? mixture_stage(w, layer, stage - attention) : mlp_stage(w, layer, stage - attention);
+    return w.model.mlps[layer] == EXPERTS ? mixture_stage(w, layer, stage - attention)
+                                          : mlp_stage(w, layer, stage - attention);
 }
 
 // Whether a stage has no task for any thread; it then has no barrier either.
 bool is_empty(Work& w, int64_t stage) {
     if (stage == 0 || stage > w.model.layers * layer_stages(w.model)) return false;
-    const int64_t layer = (stage - 1) / layer_stages(w.model),
-        own = (stage - 1) % layer_stages(w.model) - attention_stages(w.model);
-    return is_mixture(w, layer) ? is_mixture_stage_empty(w, own) : own > 3 || (own == 2 && activates_at_once(w));
+    const int64_t layer = (stage - 1) / layer_stages(w.model), attention = attention_stages(w.model),
+        own = (stage - 1) % layer_stages(w.model) - attention;
+    if (own < 0) {
+        if (w.model.mixers[layer] == RECURRENT) return is_recurrent_stage_empty(w, own + attention);
+        return w.model.mixers[layer] == NO_MIXER;
+    }
+    if (w.model.mlps[layer] == NO_MLP) return true;
+    return w.model.mlps[layer] == EXPERTS ? is_mixture_stage_empty(w, own) : own > 3 || (own == 2 && activates_at_once(w));
 }
 
 // Whether the next stage reads what all ranks have made in this one.
@@ -196,7 +203,7 @@ bool ends_with_all(Work& w, int64_t stage) {
     if (stage == 0 || stage == num_stages(w.model) - 1) return true;
     if (stage == num_stages(w.model) - 2) return false;
     const int64_t layer = (stage - 1) / layer_stages(w.model), own = (stage - 1) % layer_stages(w.model);
-    return own == attention_stages(w.model) - 1 || own == attention_stages(w.model) + (is_mixture(w, layer) ? 5 : 3);
+    return own == attention_stages(w.model) - 1 || own == attention_stages(w.model) + (w.model.mlps[layer] == EXPERTS ? 5 : 3);
 }
 
 void end_stage(Work& w, int64_t stage) {
@@ -217,7 +224,7 @@ void run(Work& w) {
         else if (stage <= w.model.layers * layer_stages(w.model))
             layer_stage(w, (stage - 1) / layer_stages(w.model), (stage - 1) % layer_stages(w.model));
         else if (stage == num_stages(w.model) - 2) 
-            norm_input(w, w.model.final_norm, w.model.head, AFTER_MLP,
+            norm_input(w, w.model.final_norm, w.model.head, turn_before(w, w.model.layers),
                        norm_of_layer(w, w.model.mlp_out_norm, w.model.layers - 1));
         else head_stage(w);
         w.clear_next();

@@ -93,6 +93,20 @@ inline void settle(Work& w, Turn turn, int64_t b, const float* out_norm = nullpt
     for (int64_t i = 0; i < size; ++i) x[i] += own[i] * factor * out_norm[i];
 }
 
+// Where the ranks' sums of a part of a layer go. Layers of one part take both places in turn: a rank may still read the
+// sums of the layer before.
+inline Turn turn_of(const Work& w, int64_t layer, Turn part) {
+    return !w.model.is_single ? part : layer % 2 ? AFTER_MLP : AFTER_ATTENTION;
+}
+
+// The same of what was added last before a layer.
+inline Turn turn_before(const Work& w, int64_t layer) { return layer ? turn_of(w, layer - 1, AFTER_MLP) : AFTER_MLP; }
+
+// The same before its MLP.
+inline Turn turn_before_mlp(const Work& w, int64_t layer) {
+    return w.model.is_single ? turn_before(w, layer) : AFTER_ATTENTION;
+}
+
 // Of a stack of norms [L, D], or null.
 inline const float* norm_of_layer(const Work& w, const float* norms, int64_t layer) {
     return norms ? norms + layer * w.model.hidden : nullptr;
@@ -228,20 +242,21 @@ inline void gate_and_up(Work& w, const Stack& stack, const char* gate, const flo
     products.of_one(stack, gate + groups.apart, x, groups, w.scratch + groups.tokens * PANEL);
 }
 
-// The activation of what gate_and_up left in scratch, times the share of a token where there are shares, as routed
-// experts have them: 32 columns of the input of `down` from `first` on. bias: of gate [inner], then of up, or null.
-inline void activate_panel(Work& w, const Stack& down, const float* bias, int64_t first, int64_t tokens,
-                           const float* shares,
-                    float* packed) {
+// The activation of sums [gate, up][tokens][32], or of up alone, times the share of a token where there are shares, as
+// routed experts have them: 32 columns of the input of `down` from `first` on. bias: of gate [inner], then of up, or
+// null.
+inline void activate_panel(Work& w, const Stack& down, const float* bias, const float* sums, int64_t first,
+                           int64_t tokens, const float* shares, float* packed) {
     Place place(Groups(tokens), 0);
     float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
     if (bias) {
         std::copy(bias + first, bias + first + PANEL, gate_bias);
         std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
     }
-    const Gated gated = shares ? Gated{w.moe.limit, w.moe.alpha} : Gated{0.0f, 0.0f, w.model.is_gelu != 0};
+    const Gated gated = shares ? Gated{w.moe.limit, w.moe.alpha, w.model.activation} : Gated{0.0f, 0.0f, w.model.activation};
+    const int64_t apart = has_gate(w.model) ? tokens * PANEL : 0;
     for (int64_t t = 0; t < tokens; ++t, place.next()) {
-        const float *gates = w.scratch + t * PANEL, *ups = gates + tokens * PANEL;
+        const float *gates = sums + t * PANEL, *ups = gates + apart;
         const vec share = all(shares ? shares[t] : 1.0f);
         for (int v = 0; v < PANEL; v += W)
             store(active + v, gated(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
@@ -249,24 +264,29 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, int64_
     }
 }
 
-inline void expand_tokens(Work& w, int64_t layer) {
+inline void expand_tokens(Work& w, int64_t place) {
     const Stack& stack = w.model.gate_up;
-    const float* bias = w.model.gate_up_bias ? w.model.gate_up_bias + layer * stack.rows : nullptr;
-    if (!activates_at_once(w)) return project(w, stack, layer, w.model.gate_up_bias, w.engine.gate_up);
-    const char* data = stack.data + layer * stack.layer_bytes;
+    const float* bias = w.model.gate_up_bias ? w.model.gate_up_bias + place * stack.rows : nullptr;
+    if (!activates_at_once(w)) return project(w, stack, place, w.model.gate_up_bias, w.engine.gate_up);
+    if (!has_gate(w.model))
+        return product(w, stack, place, nullptr, [&](int64_t first, int64_t, const float* sums) {
+            activate_panel(w, w.model.down, bias, sums, first, w.step.batch, nullptr, w.engine.gate_up);
+        });
+    const char* data = stack.data + place * stack.layer_bytes;
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (2 * stack.panel_bytes));
     w.share(w.model.inner / PANEL, grain, [&](int64_t i) {
         const char* gate = data + i * stack.panel_bytes;
         const Groups groups(w.step.batch, gate + stack.panel_bytes, w.model.inner / PANEL * stack.panel_bytes);
         gate_and_up(w, stack, gate, w.engine.packed, groups);
-        activate_panel(w, w.model.down, bias, i * PANEL, w.step.batch, nullptr, w.engine.gate_up);
+        activate_panel(w, w.model.down, bias, w.scratch, i * PANEL, w.step.batch, nullptr, w.engine.gate_up);
     });
 }
 
 inline void activate_mlp(Work& w) {  // where that is a stage of its own
-    const Gated gated{0.0f, 0.0f, w.model.is_gelu != 0};
+    const Gated gated{0.0f, 0.0f, w.model.activation};
+    const int64_t rows = w.model.gate_up.rows;
     make_input(w, w.model.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
-        const float *gate = w.engine.gate_up + b * 2 * w.model.inner + first, *up = gate + w.model.inner;
+        const float *gate = w.engine.gate_up + b * rows + first, *up = gate + rows - w.model.inner;
         for (int64_t i = 0; i < count; i += W) {
             const int64_t some = std::min<int64_t>(W, count - i);
             store(out + i, gated(load_some(gate + i, some), load_some(up + i, some)));

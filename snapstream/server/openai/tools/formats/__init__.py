@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from snapstream.server.openai.tools.format import CallFormat
 from snapstream.server.openai.tools.formats.harmony import Harmony
-from snapstream.server.openai.tools.formats.json_object import Cohere, Hermes, Llama3, Mistral
+from snapstream.server.openai.tools.formats.json_object import Cohere, Hermes, Llama3, Mistral, Nemotron
 from snapstream.server.openai.tools.formats.pythonic import Llama4Pythonic
 from snapstream.server.openai.tools.formats.sections import DeepSeekV3, DeepSeekV31, KimiK2
 from snapstream.server.openai.tools.formats.xml import Glm45, Glm47, MiniMaxM2, Qwen3Coder
@@ -13,7 +13,7 @@ FORMATS: dict[str, CallFormat] = {
     call_format.name: call_format
     for call_format in (
         Hermes(), Llama3(), Llama4Pythonic(), Qwen3Coder(), Glm45(), Glm47(), DeepSeekV3(), DeepSeekV31(), KimiK2(),
-        Mistral(), Harmony(), MiniMaxM2(), Cohere(),
+        Mistral(), Harmony(), MiniMaxM2(), Cohere(), Nemotron(),
     )
 }  # fmt: skip
 
@@ -26,6 +26,7 @@ _TEMPLATE_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("cohere", ("<|START_ACTION|>",)),
+    ("nemotron", ("<TOOLCALL>",)),
     ("glm45", ("<arg_key>", "<arg_value>", "</arg_key>\\n<arg_value>")),
     ("glm45", ("<arg_key>", "<arg_value>", "</arg_key>\n<arg_value>")),
     ("glm47", ("<arg_key>", "<arg_value>")),

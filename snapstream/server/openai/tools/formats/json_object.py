@@ -4,6 +4,7 @@ hermes        <tool_call>{"name": "f", "arguments": {...}}</tool_call>         Q
 llama3_json   {"name": "f", "parameters": {...}}; {...}                        Llama 3.1 to 4, the whole answer
 mistral       [TOOL_CALLS] [{"name": "f", "arguments": {...}}, {...}]          tokenizers v2 to v7
               [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}                             v11 on; also with [CALL_ID]id and [ARGS]
+nemotron      <TOOLCALL>[{"name": "f", "arguments": {...}}, {...}]</TOOLCALL>  Nemotron Nano 2
 cohere        <|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {...}}, {...}]<|END_ACTION|>
 """
 
@@ -119,6 +120,23 @@ class MistralList(Mistral):
     """The older form, as a grammar writes it."""
 
     before, between, after = f"{MARK}[", ", ", "]"
+
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
+        return object_call(rules, function, "arguments")
+
+
+CALLS, CALLS_END = "<TOOLCALL>", "</TOOLCALL>"
+
+
+class Nemotron(CallFormat):
+    name = "nemotron"
+    marks = (CALLS,)
+    tags = (CALLS, CALLS_END)
+    before, between, after = f"{CALLS}[", ", ", f"]{CALLS_END}"
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        place = expect(text, 0, ",") if is_next else option(text, expect(text, 0, CALLS), "[")
+        return Head(*object_head(text, place, names), ("}", "]", CALLS_END))
 
     def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         return object_call(rules, function, "arguments")

@@ -1,0 +1,109 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano (NVIDIA): layers of one part and norm each. No torch.
+
+A layer is Mamba-2, attention without rotary embedding, an MLP ``down(relu(up x)^2)``, or a mixture of such experts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import LayerNorms, Mamba2
+from snapstream.models.config_json import Settings, flag, whole_number
+from snapstream.models.family import Family, Recipe, num_layers, read_sigmoid_moe
+from snapstream.models.granite import mamba_tensors
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
+
+MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+TYPES = {"mamba": MAMBA, "attention": ATTENTION}  # as older files spell them
+PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}
+NAMES = {
+    "self_attn.": "mixer.",
+    "mlp.": "mixer.",
+    "model.embed_tokens.": "model.embeddings.",
+    "model.norm.": "model.norm_f.",
+}
+
+
+def _rewrite(settings: Settings) -> Settings:
+    """Files name the kinds of layers one by one, or as a pattern of signs; the number of layers follows."""
+    found = {**settings, "rms_norm_eps": settings["layer_norm_epsilon"]}
+    pattern = found.pop("hybrid_override_pattern", None)
+    types = found.get("layer_types") or found.pop("layers_block_type", None)
+    if types is None and isinstance(pattern, str):
+        types = [PATTERN.get(sign, sign) for sign in pattern]
+    if types is None:
+        types = [MAMBA, EXPERTS, ATTENTION, MLP]
+    if isinstance(types, list):  # other kinds are refused later
+        types = [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+        found["num_hidden_layers"] = len(types)
+    return {**found, "layer_types": types}
+
+
+def _refusals(settings: Settings) -> list[str]:
+    limit, latent = settings.get("time_step_limit"), settings.get("moe_latent_size")
+    reasons = [
+        f"{name} is {settings[name]!r}; of this architecture it must be {value!r}"
+        for name, value in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"))
+        if settings[name] != value
+    ]
+    for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+        if flag(settings, name):
+            reasons.append(f"{name} is true; no published model of this architecture has it, so it is not built")
+    if latent is not None:
+        reasons.append(f"moe_latent_size is {latent!r}; experts in a latent space (Nemotron 3 Super) are not supported")
+    own = list(limit) if isinstance(limit, tuple) else limit
+    if own not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
+        reasons.append(f"time_step_limit is {limit!r}; only [0, Infinity] is supported")
+    if isinstance(settings["layer_types"], list) and not {MAMBA, ATTENTION}.issubset(settings["layer_types"]):
+        reasons.append(f"layer_types has {settings['layer_types']!r}; layers of Mamba-2 and of attention are needed")
+    return reasons
+
+
+def _recipe(settings: Settings) -> Recipe:
+    def layers(*kinds: str) -> tuple[int, ...]:
+        return tuple(index for index, kind in enumerate(settings["layer_types"]) if kind in kinds)
+
+    net = Mamba2(
+        heads=whole_number(settings, "mamba_num_heads"),
+        head_dim=whole_number(settings, "mamba_head_dim"),
+        groups=whole_number(settings, "n_groups"),
+        state_dim=whole_number(settings, "ssm_state_size"),
+        kernel=whole_number(settings, "conv_kernel"),
+        has_conv_bias=flag(settings, "use_conv_bias"),
+        has_bias=flag(settings, "use_bias"),
+    )
+    recipe: Recipe = {
+        "norms": LayerNorms("norm", None, None, None), "activation": "relu2", "mlp_layers": layers(MLP, EXPERTS),
+        "rotated_layers": (False,) * num_layers(settings), "recurrent": net, "recurrent_layers": layers(MAMBA),
+    }  # fmt: skip
+    if experts := layers(EXPERTS):
+        moe = read_sigmoid_moe({**settings, "first_k_dense_replace": 0, "n_shared_experts": 1})
+        shared = whole_number(settings, "moe_shared_expert_intermediate_size")
+        recipe["moe"] = replace(moe, own_shared=shared, chosen=experts)
+    return recipe
+
+
+def _tensors(config: ModelConfig) -> TensorSpecs:
+    return renamed({**decoder_tensors(config), **mamba_tensors(config, "mixer")}, NAMES)
+
+
+NEMOTRON_H = Family(
+    defaults={
+        "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "layer_norm_epsilon": 1e-5, "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu", "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+        "conv_kernel": 4, "use_conv_bias": True, "use_bias": False, "n_routed_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "num_key_value_heads": 8, "intermediate_size": 21504,
+        "num_hidden_layers": 4,  # whatever the file says, the kinds of layers count
+    },
+    rewrite=_rewrite,
+    recipe=_recipe,
+    refusals=_refusals,
+    tensors=_tensors,
+    other_layer_types=(MAMBA, MLP, EXPERTS),
+    has_experts=True,
+    has_own_activation=True,
+    skipped=("mtp.",),
+)  # fmt: skip
