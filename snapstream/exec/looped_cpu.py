@@ -124,7 +124,7 @@ def _kinds(config: ModelConfig) -> Tensor:
     """By layer the kind of its mixer and its place among those of that kind, the same of its MLP: ``[4, L]`` int64."""
     layers = range(config.num_layers)
     experts = () if config.moe is None else config.moe.layers(config.num_layers)
-    tables = []
+    tables: list[tuple[int, ...]] = []
     for kinds in ((config.attention_layers, config.recurrent_layers), (config.dense_layers, experts)):
         others = tuple(layer for layer in layers if not any(layer in own for own in kinds))
         of = {layer: (kind, own.index(layer)) for kind, own in enumerate((*kinds, others)) for layer in own}
