@@ -12,6 +12,8 @@
   models that keep latents, where all heads of a layer share one.
 - ``by_head``: the default, but a model of latents keeps keys and values per head (``by_head.py``), and each head its
   own tokens: what agreeing costs.
+- ``heads``: the same slots in all, divided among the kv heads by the checkpoint's profile, and the selector ``diverse``
+  (``--heads auto --selector diverse``).
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
 
 For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:
@@ -37,12 +39,13 @@ from snapstream.config import (
     Selector,
     make_selector,
 )
+from snapstream.kv.selectors.diverse import Diverse
 from snapstream.kv.selectors.hops import Hops
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
 LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
 # Those beyond ARMS run only when they are named.
-EVERY_ARM = (*ARMS, "as_kvpress", "largest_head", "by_head", *LONG_ARMS)
+EVERY_ARM = (*ARMS, "heads", "as_kvpress", "largest_head", "by_head", *LONG_ARMS)
 NUM_HOPS = 4
 
 
@@ -55,6 +58,7 @@ class Arm:
     budget: KVBudget
     selector: Selector = field(default_factory=make_selector)
     rescoring: ReselectionConfig | None = None
+    has_heads: bool = False  # per-head budgets, by the profile beside the weights
 
     @property
     def selection(self) -> dict[str, Any]:
@@ -95,6 +99,8 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots))
     if name == "hops":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots), selector=Hops(num_hops=NUM_HOPS))
+    if name == "heads":
+        return Arm(name=name, slots=slots, budget=KVBudget.of(slots), selector=Diverse(), has_heads=True)
     if name == "largest_head":
         return Arm(name=name, slots=slots, budget=KVBudget.of(slots), selector=Variant(group_reduce="max"))
     if name == "as_kvpress":

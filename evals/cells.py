@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -22,12 +23,15 @@ from evals import store
 from evals.arms import Arm
 from evals.by_head import by_head_runner, by_head_spec
 from evals.chat import Chat
+from evals.forced import generate
 from evals.rounded import WIDTHS
 from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
+from snapstream.calibration.automatic import FILE
 from snapstream.config import KVDType
+from snapstream.config.kv import read_profile
 from snapstream.kv import layout
 from snapstream.llm import LLM
 from snapstream.models.registry import kv_spec_of
@@ -45,6 +49,11 @@ def weights_of(model: Path) -> str:
     for path in sorted(model.glob("*.safetensors")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:8]
+
+
+def _profile_id(model: Path) -> str:
+    """Which per-head profile a checkpoint has beside its weights."""
+    return hashlib.sha256(repr(read_profile(model / FILE).shares).encode()).hexdigest()[:8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,7 @@ class Cell:
             "max_tokens": TASKS[self.task].max_tokens,
             "seed": self.seed,
             # older cells keep their names
+            **({"heads": _profile_id(self.model)} if self.arm.has_heads else {}),
             **({} if self.kv_dtype == "auto" else {"kv_dtype": self.kv_dtype}),
             **WIDTHS[self.width].settings,
         }
@@ -158,10 +168,10 @@ def judge(chat: Chat, items: list[Item], answers: list[list[int]]) -> dict[str, 
 
 
 def group(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Cells that one prefill can serve; truncation has prompts of its own, and ``by_head`` rows of another layout."""
+    """Cells that one prefill can serve; truncation has prompts of its own, ``by_head`` and ``heads`` other rows."""
     groups: dict[Any, list[Cell]] = {}
     for cell in cells:
-        own = cell.arm if cell.arm.name == "truncation" else cell.arm.name == "by_head"
+        own = cell.arm if cell.arm.name == "truncation" or cell.arm.has_heads else cell.arm.name == "by_head"
         key = (cell.model, cell.task, cell.prompt_len, cell.num_prompts, cell.seed, cell.kv_dtype, cell.width, own)
         groups.setdefault(key, []).append(cell)
     return [found[i : i + MAX_SHARED] for found in groups.values() for i in range(0, len(found), MAX_SHARED)]
@@ -193,22 +203,28 @@ def run_group(cells: Sequence[Cell], answers_file: Path | None = None) -> None:
         kv_dtype="float32" if first.kv_dtype == "auto" else first.kv_dtype,  # whatever the weights are
         weights=width.weights,
         activations=width.activations,
-        executor="eager",
+        heads=str(first.model / FILE) if first.arm.has_heads else None,
+        executor=None if first.arm.has_heads else "eager",
         make_runner=_make_runner(first),
-        max_rows=1,
+        max_rows=8 if first.arm.has_heads else 1,
         max_model_len=first.prompt_len + task.max_tokens,
         chunk_len=CHUNK_LEN,
         progress=False,
     ) as llm:
         width.check(llm.config)
-        answers = generate_shared(llm, prompts, forced, task.max_tokens, rules)
-        model = llm.model_config
+        if first.arm.has_heads:  # one arm, over rows of the engine itself
+            outputs = generate(llm, prompts, forced, task.max_tokens)
+            answers = [[list(output.samples[0].token_ids)] for output in outputs]
+        else:
+            answers = generate_shared(llm, prompts, forced, task.max_tokens, rules)
+        model, heads = llm.model_config, llm.config.heads
     spec_of = by_head_spec if first.arm.name == "by_head" else kv_spec_of
     seconds = (perf_counter() - began) / len(cells)
     for index, cell in enumerate(cells):
         own = [ids[index][len(item.forced_ids) :] for item, ids in zip(items, answers, strict=True)]
         capacity = cell.arm.budget.capacity
-        evicted = [len(prompt) - layout.num_visible(len(prompt), capacity) for prompt in prompts]
+        kept = partial(layout.num_visible, capacity=capacity) if heads is None else heads.mean_visible
+        evicted = [len(prompt) - kept(len(prompt)) for prompt in prompts]
         counters = {
             "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),
             "mean_evicted_tokens": sum(evicted) / len(prompts),

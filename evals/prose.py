@@ -63,7 +63,7 @@ def make_rules(runner: ModelRunner, prompt_len: int, longest: int) -> list[HeadR
                 continue
             rules.append(rule(f"{name}/{part}", arm.budget, selector=arm.selector))
             if name == "snapstream":
-                rules.append(rule(f"diverse/{part}", arm.budget, selector=Diverse()))
+                rules.append(rule(f"diverse/{part}", arm.budget, selector=Diverse(share=0.5, num_scored=0)))
     return rules
 
 

@@ -90,7 +90,7 @@ def _with_rest(snapkv: Tensor, scores: Tensor, num_topk: int, share: float) -> T
 
 SELECTORS: dict[str, Selector] = {
     "SnapKV": SnapKV(),
-    "half for unlike keys": Diverse(share=0.5),
+    "half for unlike keys": Diverse(share=0.5, num_scored=0),
     "half for unlike keys, carried ahead": DiverseAhead(share=0.5),
     "KVzip": Repeated(),
     "KVzip, pooled": Repeated(pool_width=POOL_WIDTH),

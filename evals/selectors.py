@@ -54,9 +54,16 @@ class Variant(Selector):
     group_reduce: GroupReduce = "sum"  # how query heads that share a kv head merge, after the softmax
     num_hops: int = 0
     diverse_share: float = 0.0  # of the slots, for keys unlike the rest; not together with hops
+    diverse_after: int = 0  # slots that are not shared
 
     def __post_init__(self) -> None:
-        for name, least in (("observation_len", 1), ("pool_width", 1), ("pool_half_life", 0), ("num_hops", 0)):
+        for name, least in (
+            ("observation_len", 1),
+            ("pool_width", 1),
+            ("pool_half_life", 0),
+            ("num_hops", 0),
+            ("diverse_after", 0),
+        ):
             as_count(name, getattr(self, name), least)
         if self.pool_width % 2 == 0:
             raise ValueError(f"pool_width is {self.pool_width}; it must be odd")
@@ -80,7 +87,8 @@ class Variant(Selector):
     ) -> Tensor:
         scores = self.scores(queries[-self.observation_len :], keys, candidates, kernels)  # [G, n]
         if self.num_hops == 0:
-            return choose(self.pool(scores), keys, candidates, num_topk, self.diverse_share, kernels) + candidates.start
+            by_scores = Diverse(share=self.diverse_share, num_scored=self.diverse_after).by_scores(num_topk)
+            return choose(self.pool(scores), keys, candidates, num_topk, by_scores, kernels) + candidates.start
         first = select_topk(self.pool(scores), -(-num_topk // 2))
         total = add_hops(scores, queries, keys, candidates, self.num_hops, self.observation_len, kernels)
         return select_topk(self._centred(total).scatter_(1, first, float("inf")), num_topk) + candidates.start
@@ -111,6 +119,7 @@ def as_variant(selector: Selector) -> Variant:
         pool_half_life=selector.pool_half_life,
         num_hops=selector.num_hops if isinstance(selector, Hops) else 0,
         diverse_share=selector.share if isinstance(selector, Diverse) else 0.0,
+        diverse_after=selector.num_scored if isinstance(selector, Diverse) else 0,
     )
 
 
@@ -152,7 +161,7 @@ def random_scores(layer: int, num_kv_heads: int, start: int, stop: int, device: 
 def stored_settings(selector: Selector) -> dict[str, Any]:
     """What decides what is kept, spelled as in stored results: their keys outlive the names of classes and fields.
 
-    ``pool_half_life`` and ``diverse_share`` stand there only if they do something: older results do not know them.
+    Settings that came later stand there only if they do something: older results do not know them.
     """
     if isinstance(selector, Random):
         return {"selection": "random"}
@@ -162,7 +171,7 @@ def stored_settings(selector: Selector) -> dict[str, Any]:
     stored = {"selection": "snapkv", **asdict(as_variant(selector))}
     stored["window_len"] = stored.pop("observation_len")
     stored["pool_kernel"] = stored.pop("pool_width")
-    for name in ("pool_half_life", "diverse_share"):
+    for name in ("pool_half_life", "diverse_share", "diverse_after"):
         if stored[name] == 0:
             del stored[name]
     return stored

@@ -21,7 +21,8 @@ from snapstream.assets import TINY_MODEL
 
 # How the arms are called, in the order of the tables.
 ARM_NAMES = {
-    "full": "full attention", "hops": "SnapStream, 4 hops", "snapstream": "SnapStream",
+    "full": "full attention", "heads": "SnapStream, per-head budgets", "hops": "SnapStream, 4 hops",
+    "snapstream": "SnapStream",
     "snapkv": "SnapKV as published", "streaming": "StreamingLLM", "random": "random selection",
     "truncation": "truncation (middle cut)",
 }  # fmt: skip

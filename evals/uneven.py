@@ -227,7 +227,7 @@ def make_rules(losses: Tensor, slots: int, prompt_len: int) -> list[HeadRule]:
             budgets = profile_of(losses, *how).slots(budget, prompt_len).budgets
         rules += [
             HeadRule(name=f"{name}/{share:g}", budgets=budgets,
-                     selector=Diverse(share=share) if share else make_selector())
+                     selector=Diverse(share=share, num_scored=0) if share else make_selector())
             for share in SHARES
         ]  # fmt: skip
     return rules

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
+from snapstream.calibration.automatic import automatic_heads
 from snapstream.config import Budget, EngineOptions, Selector, as_kind, as_number, make_selector
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import EngineThread
@@ -97,9 +98,13 @@ class LLM:
             as_number("stall_timeout", stall_timeout, 1.0, 86400.0)
         model = local_folder(model, progress=progress)
         self.model_config = read_model_config(model)
+        about_heads = ""
+        if options.heads == "auto":
+            options, about_heads = automatic_heads(Path(model), self.model_config, options, progress=progress)
+            self.options = options
         # Decided before anything is loaded, so that impossible settings are refused at once.
         self.config = decide(self.model_config, options, draft_memory)
-        self.notes = start_notes(self.model_config, options, self.config)
+        self.notes = (*((about_heads,) if about_heads else ()), *start_notes(self.model_config, options, self.config))
         if progress:
             print(*self.notes, sep="\n", file=sys.stderr)
         self.tokenizer = find_tokenizer(Path(model))

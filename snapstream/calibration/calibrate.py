@@ -12,21 +12,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from snapstream.assets.documents import Style, make_document
-from snapstream.config import DEFAULT_SINK, DType, as_count
+from snapstream.config import DEFAULT_SINK, DType, EngineOptions, as_count
 from snapstream.config.kv import HeadProfile, Shares
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kernels.pytorch import sink_softmax
-from snapstream.llm import LLM
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import fingerprint
 from snapstream.models.prefill import LayerPass, PassTokens
+from snapstream.models.registry import read_model_config
+from snapstream.models.tokenizer import find_tokenizer
+from snapstream.startup.build import build_runner
+from snapstream.startup.measure import decide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,6 +186,14 @@ LEAST_PROMPT = 256  # tokens
 _LEAST_DAMAGE = 1e-6  # nats; so that no share is 0
 
 
+class TooSlow(Exception):
+    """Calibration would take longer than its limit; ``seconds`` is how long the shortest one would."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"calibration would take {seconds:.0f} s")
+        self.seconds = seconds
+
+
 def calibrate(
     model: Path,
     *,
@@ -191,47 +203,65 @@ def calibrate(
     dtype: DType = "float32",
     device: str = "cpu",
     progress: bool = True,
+    limit_s: float | None = None,
 ) -> HeadProfile:
     """Measure on ``num_texts`` generated documents, or windows of ``text``, of ``prompt_len`` tokens.
 
-    ValueError for a model of latents, and for texts that are too short.
+    With ``limit_s`` on as many as the seconds allow, by the time that the first takes; ``TooSlow`` where they are fewer
+    than one of each kind. ValueError for a model of latents, and for texts that are too short.
     """
     as_count("prompt_len", prompt_len, LEAST_PROMPT)
     as_count("num_texts", num_texts, len(FAMILIES) if text is None else 1)
-    with LLM(
-        model, budget="full", max_rows=1, max_model_len=prompt_len + 2 * CONTINUATION, dtype=dtype, device=device,
-        executor="eager", progress=False,
-    ) as llm:  # fmt: skip
-        if llm.model_config.latent is not None:
-            raise ValueError("this model keeps latents, one for all heads of a layer; it needs no profile")
-        if llm.tokenizer is None:
-            raise ValueError(f"{model} has no tokenizer; calibration reads text")
-        runner = cast(ModelRunner, llm.engine.runner)
-        found: Iterable[Text] = (
-            generated(llm.tokenizer, prompt_len, num_texts)
-            if text is None
-            else windows(llm.tokenizer, text, prompt_len, num_texts)
-        )
-        losses, num_tokens = _measure(runner, found, num_texts, prompt_len, progress)
+    config = read_model_config(model)
+    if config.latent is not None:
+        raise ValueError("this model keeps latents, one for all heads of a layer; it needs no profile")
+    tokenizer = find_tokenizer(model)
+    if tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer; calibration reads text")
+    options = EngineOptions(
+        budget="full", max_rows=1, max_model_len=prompt_len + 2 * CONTINUATION, dtype=dtype, device=device,
+        executor="eager",
+    )  # fmt: skip
+    found: Iterable[Text] = (
+        generated(tokenizer, prompt_len, num_texts) if text is None else windows(tokenizer, text, prompt_len, num_texts)
+    )
+    runner = build_runner(model, config, decide(config, options), None, False)
+    losses, num_tokens, num_read = _measure(runner, found, num_texts, prompt_len, progress, limit_s)
     what = "generated documents" if text is None else "windows of a text"
     return HeadProfile(
         shares=shares_of(losses),
         model=fingerprint(model),
-        made_by=f"up to {num_texts} {what} of {prompt_len} tokens, {num_tokens} tokens of answers, dtype {dtype}",
+        made_by=f"{num_read} {what} of {prompt_len} tokens, {num_tokens} tokens of answers, dtype {dtype}",
     )
 
 
 def _measure(
-    runner: ModelRunner, texts: Iterable[Text], num_texts: int, prompt_len: int, progress: bool
-) -> tuple[Tensor, int]:
+    runner: ModelRunner,
+    texts: Iterable[Text],
+    num_texts: int,
+    prompt_len: int,
+    progress: bool,
+    limit_s: float | None,
+) -> tuple[Tensor, int, int]:
+    """Losses per token of an answer ``[L, G]``, how many tokens there were, and of how many texts."""
     from tqdm import tqdm
 
     config = runner.decoder.config
-    losses, count = torch.zeros(config.num_layers, config.num_kv_heads), 0
-    for prompt, answer in tqdm(texts, total=num_texts, desc="Calibrating", disable=not progress, file=sys.stderr):
-        own, num = damage(runner, prompt, answer, DEFAULT_SINK, prompt_len // RING_PART)
-        losses, count = losses + own, count + num
-    return losses / count, count
+    losses, count, num_read = torch.zeros(config.num_layers, config.num_kv_heads), 0, 0
+    began = perf_counter()
+    with tqdm(total=num_texts, desc="Calibrating", disable=not progress, file=sys.stderr) as bar:
+        for prompt, answer in texts:
+            own, num = damage(runner, prompt, answer, DEFAULT_SINK, prompt_len // RING_PART)
+            losses, count, num_read = losses + own, count + num, num_read + 1
+            if num_read == 1 and limit_s is not None:
+                seconds = perf_counter() - began
+                if seconds * len(FAMILIES) > limit_s:
+                    raise TooSlow(seconds * len(FAMILIES))
+                num_texts = bar.total = min(num_texts, int(limit_s / seconds))
+            bar.update()
+            if num_read == num_texts:
+                break
+    return losses / count, count, num_read
 
 
 def shares_of(losses: Tensor) -> Shares:

@@ -50,7 +50,7 @@ gets. Rows keep their size. It reads generated documents with questions, or wind
 
 \b
 Examples:
-  snapstream calibrate Qwen3-0.6B/ -o heads.json
+  snapstream calibrate Qwen3-0.6B/               # then: snapstream serve Qwen3-0.6B/ --heads auto --selector diverse
   snapstream calibrate Qwen3-0.6B/ -o heads.json --text manual.txt --prompt-len 8192
   snapstream serve Qwen3-0.6B/ --heads heads.json --budget 2048
 """
@@ -58,23 +58,30 @@ Examples:
 
 def calibrate(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", show_default=False)],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write. Default: in the cache folder, where --heads auto looks."),
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="Text to calibrate on. Default: generated documents.")] = None,
     prompt_len: Annotated[int, whole_option("Tokens of a prompt; as long as yours are.")] = 2048,
     texts: Annotated[int, whole_option("Documents or windows to read.")] = 20,
     dtype: Annotated[DType, typer.Option(help="Of the computation.")] = "float32",
     device: Annotated[str, typer.Option(help="Where it runs.", metavar="cpu|cuda")] = "cpu",
 ) -> None:
+    from snapstream.calibration.automatic import store_profile
     from snapstream.calibration.calibrate import calibrate as measure
 
-    if output.is_dir() or not output.parent.is_dir():  # before minutes of work
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):  # before minutes of work
         raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
     own = None if text is None else decode_text(text.read_bytes(), str(text))
     profile = measure(
         local_folder(model), text=own, prompt_len=prompt_len, num_texts=texts, dtype=dtype, device=device,
         progress=sys.stderr.isatty(),
     )  # fmt: skip
-    profile.write(output)
+    if output is None:
+        output = store_profile(profile)
+    else:
+        profile.write(output)
     largest = sorted((share for layer in profile.shares for share in layer), reverse=True)
     half = next(n for n in range(1, len(largest) + 1) if sum(largest[:n]) >= 0.5)
     typer.echo(f"{output}: {half} of {len(largest)} kv heads get half of the slots")

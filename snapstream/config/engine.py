@@ -19,7 +19,7 @@ from snapstream.config.kv import (
     KVBudget,
     ReselectionConfig,
     Selector,
-    as_head_profile,
+    as_heads,
     make_selector,
 )
 from snapstream.config.model import ActivationOption, ModelConfig, WeightFormats, WeightsOption
@@ -420,9 +420,10 @@ class EngineOptions(Settings):
     )
     heads: HeadProfile | str | None = setting(
         None,
-        "Per-head KV budgets, a file of snapstream calibrate. Default: equal heads.",
-        metavar="FILE",
-        parse=as_head_profile,
+        "Per-head KV budgets: a file of snapstream calibrate; auto: the model's known profile, or one measured at the "
+        "start where that takes a minute at most; none: equal heads, the default.",
+        metavar="none|auto|FILE",
+        parse=as_heads,
     )
     device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
     weights: WeightsOption = setting(
@@ -510,7 +511,7 @@ class EngineOptions(Settings):
             value = getattr(self, name)
             check(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
         make_selector(self.selector)
-        object.__setattr__(self, "heads", as_head_profile(self.heads))
+        object.__setattr__(self, "heads", as_heads(self.heads))
         object.__setattr__(self, "prefix_store", as_prefix_store(self.prefix_store))
         object.__setattr__(self, "prefix_disk", as_size("prefix_disk", self.prefix_disk))
         if self.prefix_dir is not None:

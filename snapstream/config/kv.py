@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from snapstream.config.values import Registry, as_count, as_kind, as_number, as_path, check, set_counts
 
@@ -347,10 +347,12 @@ def _divided(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
     return slots
 
 
-def as_head_profile(given: Any) -> HeadProfile | None:
-    """A profile, or the path of one; None means equal heads. ValueError for a file that holds none."""
-    if given is None or isinstance(given, HeadProfile):
-        return given
+def as_heads(given: Any) -> HeadProfile | Literal["auto"] | None:
+    """A profile or the path of one, ``"auto"``, or ``"none"`` (equal heads). ValueError for a file that holds none."""
+    if given is None or given == "none":
+        return None
+    if given == "auto" or isinstance(given, HeadProfile):
+        return cast('HeadProfile | Literal["auto"]', given)
     return read_profile(as_path("heads", given))
 
 

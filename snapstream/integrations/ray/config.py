@@ -145,7 +145,7 @@ class DeployConfig(ListenOptions):
 
     def _check_disaggregation(self) -> None:
         """What KV transfer rules out, before any engine is loaded."""
-        if self.engine.heads is not None:
+        if self.engine.heads not in (None, "auto"):
             raise ValueError(
                 "engine: heads is given; a deployment does not transfer rows with per-head KV budgets, so there "
                 "can be no prefill replicas"
@@ -158,6 +158,8 @@ class DeployConfig(ListenOptions):
     def options_of(self, own: ReplicaSettings) -> EngineOptions:
         """Of the engines of one kind of replica. Those that others prefill for have no prefix store."""
         options = replace(self.engine, tensor_parallel=own.tensor_parallel or self.engine.tensor_parallel)
+        if self.prefill is not None:  # rows are transferred: "auto" is equal heads
+            options = replace(options, heads=None)
         only_decodes = self.prefill is not None and own is self.decode
         return replace(options, prefix_store=None, prefix_dir=None) if only_decodes else options
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -26,6 +27,7 @@ from snapstream.server.engine.api import EngineMetadata, EngineSpec, Failed, Fro
 from snapstream.startup.build import make_connector
 
 if TYPE_CHECKING:
+    from snapstream.config import EngineOptions
     from snapstream.llm import LLM
     from snapstream.step import Runner
 
@@ -115,7 +117,25 @@ def build(
         return build_ranks(folder, model, config, grammars, note, on_unit=on_unit, on_lost=on_lost)
 
     on_stage("choosing and compiling kernels")
-    return LLM(spec.model, spec.options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner)
+    options, about_heads = spec.options, ""
+    if options.heads == "auto":
+        options, about_heads = _automatic_heads(spec, on_stage)
+    llm = LLM(spec.model, options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner)
+    if about_heads:
+        llm.notes = (about_heads, *llm.notes)
+    return llm
+
+
+def _automatic_heads(spec: EngineSpec, on_stage: Callable[[str], None]) -> tuple[EngineOptions, str]:
+    if spec.transfer is not None:  # both engines must have the same, and each would find its own
+        why = "engines that transfer rows need the same profile: name a file for both"
+        return replace(spec.options, heads=None), f"heads: equal; {why}"
+    from snapstream.calibration.automatic import automatic_heads
+    from snapstream.models.hub import local_folder
+    from snapstream.models.registry import read_model_config
+
+    folder = local_folder(spec.model, progress=False)
+    return automatic_heads(Path(folder), read_model_config(folder), spec.options, on_stage=on_stage)
 
 
 def child_main(connection: Connection, spec: EngineSpec) -> None:

@@ -278,17 +278,20 @@ def test_chunked_diversity_equals_the_reference(chunk: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 3)])
-def test_diverse_equals_the_list_based_program(share: float, heads: tuple[int, int]) -> None:
+@pytest.mark.parametrize("num_scored", [0, 3, 9])
+def test_diverse_equals_the_list_based_program(share: float, heads: tuple[int, int], num_scored: int) -> None:
     torch.manual_seed(heads[0])
     budget = KVBudget(num_sink=2, num_topk=7, num_recent=3)
-    selector = Diverse(observation_len=4, pool_half_life=2, share=share)
+    selector = Diverse(observation_len=4, pool_half_life=2, share=share, num_scored=num_scored)
     queries, keys = 2 * torch.randn(40, heads[0], 8), torch.randn(heads[1], 40, 8) + 0.3
     got = kept_positions(queries[-4:], keys, 0, budget, selector, KERNELS)
     assert torch.equal(got, kept_positions(queries[-4:], keys, 0, budget, as_variant(selector), KERNELS))
     votes = row_by_lists.votes(queries[-4:].tolist(), keys.tolist(), 2, 37, False, False)
     for head in range(heads[1]):
         pooled = row_by_lists.pooled(votes[head], POOL_WIDTH, "max", 2)
-        own = sorted(range(35), key=lambda i: (-pooled[i], i))[: math.ceil((1 - share) * 7)]
+        own = sorted(range(35), key=lambda i: (-pooled[i], i))[
+            : min(num_scored, 7) + math.ceil((1 - share) * max(7 - num_scored, 0))
+        ]
         unlike = row_by_lists.pooled(unlike_mean(keys[head].tolist())[2:37], POOL_WIDTH, "max", 0)
         others = sorted((i for i in range(35) if i not in own), key=lambda i: (-unlike[i], i))
         assert got[head, 2:9].tolist() == sorted(2 + i for i in [*own, *others[: 7 - len(own)]])
@@ -309,7 +312,7 @@ def test_an_unlike_key_stays_that_no_query_looks_at() -> None:
     budget = KVBudget(num_sink=0, num_topk=2 * POOL_WIDTH, num_recent=8)
     kept = [
         kept_positions(queries, keys, 0, budget, selector, KERNELS)[0].tolist()
-        for selector in (SnapKV(pool_half_life=0), Diverse(pool_half_life=0))
+        for selector in (SnapKV(pool_half_life=0), Diverse(pool_half_life=0, share=0.5, num_scored=0))
     ]
     assert 20 in kept[0] and 40 not in kept[0]
     assert 20 in kept[1] and 40 in kept[1]
@@ -319,9 +322,10 @@ def test_no_share_is_snapkv_and_it_needs_no_more_queries() -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(32, 4, 16), torch.randn(2, 200, 16)
     budget = KVBudget.of(64)
-    kept = [kept_positions(queries, keys, 0, budget, own, KERNELS) for own in (SnapKV(), Diverse(share=0))]
-    assert torch.equal(*kept)
-    assert make_selector("diverse") == Diverse(share=0.5)
+    alike = SnapKV(), Diverse(share=0, num_scored=0), Diverse()  # 44 top-k slots, and the first 128 are SnapKV's
+    kept = [kept_positions(queries, keys, 0, budget, own, KERNELS) for own in alike]
+    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
+    assert make_selector("diverse") == Diverse(share=0.75, num_scored=128)
     assert Diverse().num_queries(1000) == 32 and not Diverse().needs_all_queries
 
 
