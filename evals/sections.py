@@ -27,7 +27,7 @@ LATENT = "latent_"  # of the third (DeepSeek-V3), whose rows hold latents
 
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,
-    "accuracy_short": lambda: tables.accuracy(tables.SHORT),
+    "accuracy_short": tables.headline,
     "accuracy_tasks": tables.tasks_table,
     "accuracy_by_position": lambda: tables.by_position(TINY_DRAFT_MODEL),  # the first model cannot recite
     "accuracy_peers": peer_table,
@@ -76,6 +76,8 @@ def cells_of(section: str) -> list[tables.Result]:
         return width_cells(model)
     if section == f"{LATENT}rules":
         return latent_cells(model)
+    if section == "accuracy_short":
+        return [cell for line in tables.headline_cells() for cell in line]
     if section == "accuracy_peers":
         return [*tables.arm_cells(), *peer_cells()]
     if section.endswith("accuracy_rows"):
