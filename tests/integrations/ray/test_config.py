@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from snapstream.assets import TINY_MODEL
+from snapstream.calibration.automatic import FILE
 from snapstream.cli import main
 from snapstream.integrations.ray.config import DeployConfig, config_of, read_config
 
@@ -68,6 +69,16 @@ def test_replicas_of_each_kind_have_ranks_of_their_own() -> None:
     assert (reading.prefix_store, answering.prefix_store) == ("auto", None)
     alone = config_of({})
     assert alone.options_of(alone.decode) == alone.engine
+
+
+def test_replicas_that_transfer_rows_have_equal_heads() -> None:
+    config = config_of({"engine": {"heads": "auto"}, "prefill": {}})
+    assert config.prefill is not None and config.engine.heads == "auto"
+    assert config.options_of(config.prefill).heads is None and config.options_of(config.decode).heads is None
+    alone = config_of({"engine": {"heads": "auto"}})
+    assert alone.options_of(alone.decode).heads == "auto"
+    with pytest.raises(ValueError, match="heads is given"):
+        config_of({"engine": {"heads": str(TINY_MODEL / FILE)}, "prefill": {}})
 
 
 @pytest.mark.parametrize(

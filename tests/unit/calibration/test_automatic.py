@@ -13,6 +13,7 @@ from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.calibration import automatic
 from snapstream.calibration.automatic import FILE, automatic_heads, cached, stored_profile
 from snapstream.calibration.calibrate import TooSlow, calibrate
+from snapstream.cli.app import main
 from snapstream.config import EngineOptions, KVBudget, ReselectionConfig
 from snapstream.config.kv import HeadProfile, as_heads, read_profile
 from snapstream.disaggregation.protocol import TransferSettings
@@ -138,3 +139,9 @@ def test_how_heads_are_named() -> None:
     assert as_heads("none") is None and as_heads("auto") == "auto"
     with pytest.raises(ValueError, match="holds no profile"):
         as_heads("automatic")
+
+
+def test_the_command_keeps_a_profile_where_auto_looks(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", str(bare), "--prompt-len", "256", "--texts", "5"]) == 0
+    path = cached(fingerprint(bare))
+    assert str(path) in capsys.readouterr().out and stored_profile(bare) == read_profile(path)
