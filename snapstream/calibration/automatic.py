@@ -125,7 +125,7 @@ def _calibrated(
         )  # fmt: skip
     except TooSlow as error:
         return None, _too_slow(folder, error.seconds)
-    except ValueError as error:  # no tokenizer, or a context that holds no document
+    except (ValueError, OSError) as error:  # no tokenizer or weights, or a context that holds no document
         return None, f"heads: equal, because the model cannot be calibrated: {error}"
     try:
         return found, f", kept in {store_profile(found)}"
