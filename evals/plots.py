@@ -14,7 +14,7 @@ from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
 COLOURS = {
     "full": "#000000", "hops": "#56b4e9", "snapstream": "#0072b2", "snapkv": "#009e73", "streaming": "#d55e00",
-    "random": "#cc79a7", "truncation": "#999999",
+    "random": "#cc79a7", "truncation": "#999999", "heads": "#e69f00",
 }  # fmt: skip
 
 # What the panel on budgets shows: (group, arm) and how the line is called.
