@@ -80,7 +80,7 @@ def _above(lines: dict[tuple[str, int], dict[str, list[Result]]], group: str, pr
     better = []
     for (arm, slots), line in lines.items():
         own = lines.get(("snapstream", slots), {}).get(group)
-        if arm in ("full", "snapstream", "hops") or group not in line or own is None:
+        if arm in ("full", "snapstream", "hops", "heads") or group not in line or own is None:
             continue
         if (gap := mean(line[group])[0] - mean(own)[0]) > 1e-9:
             better.append(f"{ARM_NAMES[arm]} +{gap:.1f} at 1/{prompt_len // slots}")
