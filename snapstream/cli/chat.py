@@ -200,8 +200,7 @@ class Conversation:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; snapstream generate --raw continues a text")
         # A package with optional dependencies: only these modules of it need none.
-        from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reasoning
-        from snapstream.server.openai.tools.formats.harmony import CHANNEL
+        from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, choose_reasoning
 
         self._llm, self._params, self._max_tokens = llm, params, max_tokens
         self._out, self._err = out or sys.stdout, err or sys.stderr

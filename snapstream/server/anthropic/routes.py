@@ -45,7 +45,7 @@ from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, Call
 from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
 from snapstream.server.openai.protocol import ChatBody, check_fields, kinds_of, parse
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools.request import tools_of
+from snapstream.server.openai.tools import tools_of
 from snapstream.types import FinishReason
 
 Json = dict[str, Any]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from snapstream.server.openai.tools.format import (
+from snapstream.server.openai.tool_format import (
     MAX_HEAD,
     ArgumentReader,
     CallFormat,
@@ -34,16 +34,6 @@ from snapstream.server.openai.tools.format import (
     skip_space,
     skip_tail,
 )
-from snapstream.server.openai.tools.formats.harmony import (
-    CALL,
-    CALL_MARK,
-    CHANNEL,
-    END,
-    MESSAGE,
-    RECIPIENT,
-    RETURN,
-    START,
-)
 from snapstream.server.options import ReasoningParser
 from snapstream.types import Grammar
 
@@ -52,6 +42,13 @@ if TYPE_CHECKING:  # the rest runs without the packages of a server: `snapstream
     from snapstream.server.openai.protocol import TemplateOptions
 
 OPENING, CLOSING = "<think>", "</think>"  # around reasoning, in which no calls are parsed
+# Harmony, the format of gpt-oss: an answer is a list of messages, each with a channel in its header.
+#     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
+#     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"
+RECIPIENT = "functions."  # before the name of a tool
+CALL_MARK = f"{CHANNEL}commentary to={RECIPIENT}"  # with which ``HarmonySplitter`` writes the header of every call
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +420,7 @@ class ReasoningSplitter(_Splitter):
 
 
 class HarmonySplitter(_Splitter):
-    """Messages with channels (``tools/formats/harmony.py``), before the tokens that end them are dropped.
+    """Messages with channels, before the tokens that end them are dropped.
 
     The channel analysis is reasoning, all others are the answer. A message to a tool begins with ``CALL_MARK``, however
     its header was spelled. An answer without any header is the answer.

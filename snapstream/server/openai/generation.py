@@ -34,7 +34,7 @@ from snapstream.server.openai.answer_reader import (
 from snapstream.server.openai.protocol import ChatBody, not_followed
 from snapstream.server.openai.sampling import chat_options, check_answer_size, check_samples, make_request
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools.request import plan_answer, template_tools
+from snapstream.server.openai.tools import plan_answer, template_tools
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, Request
 

@@ -23,7 +23,7 @@ from snapstream.models.chat_template import render_chat
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import effort_arguments
 from snapstream.server.openai.protocol import TemplateOptions, too_long, too_many_chars
-from snapstream.server.openai.tools.request import template_tools
+from snapstream.server.openai.tools import template_tools
 from snapstream.types import as_conversation
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ from snapstream.server.openai.sampling import (
     read_structured_output,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState
-from snapstream.server.openai.tools.request import tools_of
+from snapstream.server.openai.tools import tools_of
 from snapstream.types import CompressionSummary
 
 

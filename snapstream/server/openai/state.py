@@ -27,11 +27,10 @@ from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.prompt_compression import CompressionService
 from snapstream.server.http.sse import EventStream, run_until_disconnect
 from snapstream.server.metrics import Metrics
-from snapstream.server.openai.answer_reader import CLOSING, OPENING, choose_reasoning
+from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, choose_reasoning
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
-from snapstream.server.openai.tools.formats import choose_format
-from snapstream.server.openai.tools.formats.harmony import CHANNEL
+from snapstream.server.openai.tool_formats import choose_format
 from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar, KeptBitmap, PrefixUse, Request

@@ -37,7 +37,7 @@ from snapstream.server.openai.generation import Step, new_usage, prepare_chat, r
 from snapstream.server.openai.prompts import TokenText
 from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_fields, kinds_of, parse
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools.request import tools_of
+from snapstream.server.openai.tools import tools_of
 from snapstream.server.responses import protocol
 from snapstream.server.responses.protocol import (
     MAX_METADATA,

@@ -15,8 +15,8 @@ import pytest
 
 from snapstream.server.openai.prompts import TokenText
 from snapstream.server.openai.protocol import ChatBody
-from snapstream.server.openai.tools.formats import FORMATS
-from snapstream.server.openai.tools.request import plan_answer
+from snapstream.server.openai.tool_formats import FORMATS
+from snapstream.server.openai.tools import plan_answer
 from snapstream.types import NOT_FINITE, FinishReason
 from tests.server.app_client import CHAT, HI, TEXT, TOOLS, call, client, error_of, frames, text_of
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids

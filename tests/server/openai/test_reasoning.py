@@ -30,9 +30,9 @@ from snapstream.server.openai.answer_reader import (
     effort_arguments,
     find_answer_start,
 )
-from snapstream.server.openai.tools.format import Function
-from snapstream.server.openai.tools.formats import FORMATS, choose_format
-from snapstream.server.openai.tools.request import calls_or_answer, forced_calls
+from snapstream.server.openai.tool_format import Function
+from snapstream.server.openai.tool_formats import FORMATS, choose_format
+from snapstream.server.openai.tools import calls_or_answer, forced_calls
 from snapstream.server.options import ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import FinishReason, Grammar

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic_core import from_json
 
 from snapstream.server.openai.answer_reader import CallEvent, CallPiece, CallStart, Content, ToolCallParser
-from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, JsonArguments
-from snapstream.server.openai.tools.formats import FORMATS, choose_format
+from snapstream.server.openai.tool_format import CUSTOM_INPUT, CallFormat, Function, JsonArguments
+from snapstream.server.openai.tool_formats import FORMATS, choose_format
 from snapstream.server.options import TOOL_PARSERS, ServerSettings
 
 # Reading tool calls: what is a call and what is content, and that pieces put together are the whole.

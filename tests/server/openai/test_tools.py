@@ -16,9 +16,9 @@ import pytest
 from snapstream.grammar import GrammarCompiler, Matcher
 from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, ToolCallParser
 from snapstream.server.openai.prompts import TokenText
-from snapstream.server.openai.tools.format import CUSTOM_INPUT, Function
-from snapstream.server.openai.tools.formats import FORMATS
-from snapstream.server.openai.tools.request import calls_or_answer, forced_calls, offered_calls
+from snapstream.server.openai.tool_format import CUSTOM_INPUT, Function
+from snapstream.server.openai.tool_formats import FORMATS
+from snapstream.server.openai.tools import calls_or_answer, forced_calls, offered_calls
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar
 from tests.server.app_client import HI, client, frames

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapstream.grammar import resolve
-from snapstream.server.openai.tools.format import CUSTOM_INPUT, Function, GrammarBuilder
+from snapstream.server.openai.tool_format import CUSTOM_INPUT, Function, GrammarBuilder
 
 MAX_DEPTH = 32  # of lists in lists
 MAX_PARTS = 200  # of a schema that are searched for its types; a larger one allows any

@@ -21,7 +21,7 @@ from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import ToolCallParser
 from snapstream.server.openai.protocol import ChatBody, TemplateOptions
 from snapstream.server.openai.sampling import read_structured_output
-from snapstream.server.openai.tools.format import CUSTOM_INPUT, CallFormat, Function, GrammarBuilder
+from snapstream.server.openai.tool_format import CUSTOM_INPUT, CallFormat, Function, GrammarBuilder
 from snapstream.types import Grammar
 
 if TYPE_CHECKING:

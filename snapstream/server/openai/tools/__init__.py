@@ -1,1 +1,0 @@
-"""Tool calls: a request's tools (``request.py``), and how models write calls (``format.py``, ``formats/``)."""
