@@ -29,7 +29,7 @@ def _responses_event(error: ApiError) -> dict[str, Any]:
 
 
 def _anthropic_routes(server: Any) -> APIRouter:
-    from snapstream.server.anthropic.routes import anthropic_routes
+    from snapstream.server.anthropic import anthropic_routes
 
     return anthropic_routes(server)
 

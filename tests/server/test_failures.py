@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from benchmarks.server_process import ServerProcess, is_running, served
 from benchmarks.soak import soak
 from snapstream.assets import TINY_MODEL
-from snapstream.server.anthropic.protocol import MessagesBody
+from snapstream.server.anthropic import MessagesBody
 from snapstream.server.app import make_app
 from snapstream.server.logs import JsonFormatter, TextFormatter, fields_of
 from snapstream.server.options import ServerSettings

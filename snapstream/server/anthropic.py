@@ -1,0 +1,614 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens: the Messages API.
+
+A request is converted to a ``ChatBody`` and follows the chat path:
+
+    text -> text    tool_use -> a call    tool_result -> a message of the role tool    thinking -> reasoning_content
+
+Its answer is a message, whole or as events:
+
+    message_start, ping, (content_block_start, content_block_delta ..., content_block_stop) ..., message_delta,
+    message_stop
+
+Invariants: everything keeps its order, also system messages inside the list, so that a growing conversation keeps its
+prefix; an unsupported block is a 400 that names its place. One block is open at a time, and the events add up to the
+blocks. A stream ends with ``message_stop``, or with an ``error`` event.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Literal, TypeVar
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
+from pydantic_core import from_json, to_json
+
+from snapstream.config import as_count
+from snapstream.server.engine.api import SampleDelta
+from snapstream.server.http.errors import ApiError, bad_value
+from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, body_schema
+from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
+from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
+from snapstream.server.openai.protocol import (
+    STATE,
+    Body,
+    ChatBody,
+    KVCacheOptions,
+    ReasoningEffort,
+    check_fields,
+    is_harmless,
+    kinds_of,
+    parse,
+)
+from snapstream.server.openai.state import AnswerContext, ServerState, Usage
+from snapstream.server.openai.tools import tools_of
+from snapstream.types import FinishReason
+
+# Field -> values besides null that change nothing.
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    **STATE,
+    "compaction": (),  # requests a summary instead of an answer
+    "container": (),
+    "fallbacks": ([], "default"),  # models to try after a refusal; by default there are none
+    "mcp_servers": ([],),  # tools that Anthropic would run itself
+}
+
+THREAD = "thread"  # a conversation that the server stores
+
+# Known, without effect: for Anthropic's storage, billing and routing, and hints that only shorten prompts.
+WITHOUT_EFFECT = frozenset(
+    "billing_policy cache_control context_management diagnostics fallback_credit_token inference_geo metadata "
+    "service_tier speed user_profile_id workspace_id".split()
+)
+
+
+def check_thread(data: Mapping[str, Any]) -> None:
+    """400 for a conversation stored on the server. By the error's details SDKs know to send the whole conversation
+    again, without ``thread``."""
+    if data.get(THREAD) is None:
+        return
+    unsupported = [name for name in REFUSED if not is_harmless(data.get(name), REFUSED[name])]
+    raise ApiError(
+        400,
+        "this server keeps no conversations: send the whole conversation without `thread`",
+        param=THREAD,
+        code="unsupported_parameter",
+        details={"error_code": "thread_unsupported_request", "unsupported": unsupported},
+    )
+
+
+class ThinkingOptions(Body):
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = None  # not enforced
+
+
+class OutputOptions(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: dict[str, Any] | None = None
+
+
+class CountBody(Body):
+    """POST /v1/messages/count_tokens"""
+
+    model: str | None = None
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    # An extension of ours and other engines.
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        """As in chat completions; None: the template's default."""
+        if self.thinking is not None and self.thinking.type == "disabled":
+            return "none"
+        if self.output_config is not None and self.output_config.effort is not None:
+            return self.output_config.effort
+        return None if self.thinking is None else "medium"
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages"""
+
+    max_tokens: int
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    # Ours.
+    kv_cache: KVCacheOptions | None = None
+    prompt_compression: Any = None
+    cache_salt: str | None = None
+
+
+# What ``/openapi.json`` says about the answers of this API.
+
+ERROR: Mapping[str, Any] = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": STRING, "message": STRING, "details": {"type": "object"}},
+        },
+    },
+}
+
+_OBJECT = {"type": "object"}
+_USAGE_SCHEMA = {
+    "type": "object",
+    "required": ["input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"],
+    "properties": {
+        "input_tokens": COUNT, "output_tokens": COUNT, "cache_creation_input_tokens": COUNT,
+        "cache_read_input_tokens": COUNT,
+    },
+}  # fmt: skip
+
+MESSAGE = {
+    "id": STRING,
+    "type": {"const": "message"},
+    "role": {"const": "assistant"},
+    "model": STRING,
+    "content": {"type": "array", "items": _OBJECT},
+    "stop_reason": STRING,
+    "stop_sequence": STRING_OR_NULL,
+    "usage": _USAGE_SCHEMA,
+}
+COUNTED = {"input_tokens": COUNT}
+
+
+# Tools, tool choice and answer format, converted to chat completions. Only tools with an input schema are accepted.
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+# Tools that Anthropic runs itself; a date follows.
+_DROPPED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
+
+
+def own_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without dropped ones; all of them if none would be left."""
+    return [tool for tool in tools if not str(tool.get("type")).startswith(_DROPPED)] or list(tools)
+
+
+def as_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [_as_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+
+
+def as_chat_choice(choice: Mapping[str, Any] | None) -> Any:
+    if choice is None:
+        return None
+    kind = choice.get("type")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if not isinstance(kind, str) or kind not in _CHOICES:
+        raise bad_value(f"tool_choice.type is {kind!r}; it must be auto, any, tool or none", "tool_choice")
+    return _CHOICES[kind]
+
+
+def is_parallel(choice: Mapping[str, Any] | None) -> bool:
+    """Whether there may be several calls."""
+    given = None if choice is None else choice.get("disable_parallel_tool_use")
+    if given not in (None, True, False):
+        raise bad_value(f"tool_choice.disable_parallel_tool_use is {given!r}; it must be true or false", "tool_choice")
+    return not given
+
+
+def as_response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """``output_config.format``, a schema without a name."""
+    if given is None:
+        return None
+    if given.get("type") != "json_schema":
+        raise bad_value(
+            f"output_config.format.type is {given.get('type')!r}; it must be 'json_schema'", "output_config"
+        )
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given.get("schema"), "strict": False}}
+
+
+def _as_chat_tool(tool: Mapping[str, Any], place: str) -> dict[str, Any]:
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        raise bad_value(
+            f"{place} has the type {kind!r}; this server runs no tools itself, so only tools with an input_schema "
+            "are taken",
+            "tools",
+        )
+    if not isinstance(tool.get("input_schema"), Mapping):
+        raise bad_value(f"{place}.input_schema must be a JSON schema of the type object", "tools")
+    function = {"name": tool.get("name"), "parameters": tool["input_schema"]}
+    for name in ("description", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+ROLES = ("user", "assistant", "system")
+
+# Coding agents start the system prompt with a line for Anthropic's accounting. It differs between requests, so prompts
+# would share no prefix.
+_ACCOUNTING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*(?:\n|\Z)")
+
+
+def as_messages(system: str | Sequence[Any] | None, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation for ``ChatBody.messages``."""
+    if not messages:
+        raise bad_value("messages is empty; it needs at least one message", "messages")
+    done = _system(system)
+    for index, message in enumerate(messages):
+        place, role = f"messages[{index}]", message.get("role")
+        if role not in ROLES:
+            raise bad_value(f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}", "messages")
+        blocks = _blocks(message.get("content"), f"{place}.content")
+        if role == "assistant":
+            done.append(_assistant(blocks, f"{place}.content"))
+        elif role == "user":
+            done += _user(blocks, f"{place}.content")
+        else:
+            done.append({"role": "system", "content": _texts(blocks, f"{place}.content")})
+    return done
+
+
+def _system(system: str | Sequence[Any] | None) -> list[dict[str, Any]]:
+    if system is None:
+        return []
+    texts = [_text_of(block, f"system[{index}]") for index, block in enumerate(_blocks(system, "system"))]
+    kept = [text for text in (_ACCOUNTING.sub("", text) for text in texts) if text]
+    return [{"role": "system", "content": "\n".join(kept)}] if kept else []
+
+
+def _user(blocks: Sequence[Any], place: str) -> list[dict[str, Any]]:
+    """Messages of tools and of the user, in the order of the blocks."""
+    done: list[dict[str, Any]] = []
+    said: list[str] = []
+
+    def flush() -> None:
+        if said:
+            done.append({"role": "user", "content": "\n".join(said)})
+            said.clear()
+
+    for index, block in enumerate(blocks):
+        if _kind(block) == "tool_result":
+            flush()
+            done.append(_tool_result(block, f"{place}[{index}]"))
+        else:
+            said.append(_text_of(block, f"{place}[{index}]"))
+    flush()
+    return done or [{"role": "user", "content": ""}]
+
+
+def _assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
+    said: list[str] = []
+    reasoning: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(blocks):
+        where, kind = f"{place}[{index}]", _kind(block)
+        if kind == "tool_use":
+            calls.append(_as_chat_call(block, where))
+        elif kind == "thinking":
+            reasoning.append(_string(block, "thinking", where))
+        elif kind != "redacted_thinking":  # somebody else's, and sealed
+            said.append(_text_of(block, where))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _as_chat_call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+    arguments = block.get("input")
+    if not isinstance(arguments, Mapping):
+        raise bad_value(f"{place}.input must be an object", "messages")
+    function = {"name": _string(block, "name", place), "arguments": dict(arguments)}
+    return {"id": _string(block, "id", place), "type": "function", "function": function}
+
+
+def _tool_result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
+    content, is_error = block.get("content"), block.get("is_error")
+    if is_error not in (None, True, False):
+        raise bad_value(f"{place}.is_error is {is_error!r}; it must be true or false", "messages")
+    text = "" if content is None else _texts(_blocks(content, f"{place}.content"), f"{place}.content")
+    return {
+        "role": "tool",
+        "tool_call_id": _string(block, "tool_use_id", place),
+        "content": f"Error: {text}" if is_error else text,  # chat messages have no field for it
+    }
+
+
+def _blocks(content: Any, place: str) -> Sequence[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list):
+        raise _bad(place, "must be a string or a list of blocks")
+    return content
+
+
+def _texts(blocks: Sequence[Any], place: str) -> str:
+    return "\n".join(_text_of(block, f"{place}[{index}]") for index, block in enumerate(blocks))
+
+
+def _text_of(block: Any, place: str) -> str:
+    if _kind(block) != "text":
+        raise _bad(
+            place, f"has the type {_kind(block)!r}, which is not supported here; images and documents are not supported"
+        )
+    return _string(block, "text", place)
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _string(block: Mapping[str, Any], name: str, place: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise _bad(f"{place}.{name}", "must be a text")
+    return value
+
+
+def _bad(place: str, message: str) -> ApiError:
+    return bad_value(f"{place} {message}", "system" if place.startswith("system") else "messages")
+
+
+Json = dict[str, Any]
+B = TypeVar("B", bound=CountBody)
+
+
+def anthropic_routes(server: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post(
+        "/v1/messages",
+        openapi_extra=body_schema(MessagesBody),
+        responses=answers(MESSAGE, can_stream=True, error=ERROR),
+    )
+    async def messages(request: HttpRequest) -> Response:
+        return await server.answer(request, lambda data, context: _messages(server, data, context))
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=body_schema(CountBody),
+        responses=answers(COUNTED, error=ERROR),
+    )
+    async def count_tokens(request: HttpRequest) -> Response:
+        return await server.answer(request, lambda data, _: _count(server, data))
+
+    return router
+
+
+async def _messages(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+    server.require_engine()
+    body = _parsed(server, MessagesBody, data)
+    try:
+        as_count("max_tokens", body.max_tokens, 1)
+    except ValueError as error:
+        raise bad_value(str(error), "max_tokens") from None
+    chat = _as_chat(body).model_copy(update={"stop": body.stop_sequences, **_sampling(body)})
+    prepared = await prepare_chat(server, chat, f"msg_{context.answer_id}", context.namespace)
+    answer = MessageAnswer(
+        message_id=prepared.request.request_id,
+        model=prepared.model,
+        reader=prepared.reader(),
+        writer=BlockWriter(),
+        usage=new_usage(server, [prepared.request], prepared.compression, context),
+    )
+    steps = run(server, [prepared.request], context)
+    if not body.stream:
+        return Response(to_json(await answer.whole(steps)), media_type="application/json")
+    return await stream(server, answer.events(steps), context, end=b"")
+
+
+async def _count(server: ServerState, data: dict[str, Any]) -> Response:
+    """Tokens of the prompt of ``/v1/messages`` with the same fields."""
+    body = _parsed(server, CountBody, data)
+    server.require_model(body.model)
+    chat = _as_chat(body)
+    tools = tools_of(chat, server.call_format, template_has_tools=server.template_has_tools)
+    prompt = await server.prompts.chat(chat, server.metadata.max_model_len, has_tools=not tools.is_off)
+    return JSONResponse({"input_tokens": len(prompt.ids)})
+
+
+def _parsed(server: ServerState, kind: type[B], data: dict[str, Any]) -> B:
+    check_thread(data)
+    # A whole request may be sent to be counted: fields of its answer are known, and not refused.
+    counted = {name for name in REFUSED if kind is CountBody and name == "compaction"}
+    check_fields(data, {name: REFUSED[name] for name in REFUSED.keys() - counted})
+    body = parse(kind, data)
+    tools = own_tools(body.tools or [])
+    left_out = kinds_of(body.tools or []) - kinds_of(tools)
+    server.ignored.note(set(data) - {*MessagesBody.model_fields, *REFUSED, *WITHOUT_EFFECT} | left_out)
+    return body.model_copy(update={"tools": tools})
+
+
+def _sampling(body: MessagesBody) -> dict[str, Any]:
+    """The fields with the same name in both."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "kv_cache", "prompt_compression", "cache_salt")
+    return {name: getattr(body, name) for name in names}
+
+
+def _as_chat(body: CountBody) -> ChatBody:
+    """The request as a chat body."""
+    messages = as_messages(body.system, body.messages)
+    last = messages[-1]
+    has_started = last["role"] == "assistant" and not last.get("tool_calls")  # the model continues it
+    return ChatBody(
+        model=body.model,
+        messages=messages,
+        tools=as_chat_tools(body.tools) if body.tools else None,
+        tool_choice=as_chat_choice(body.tool_choice),
+        parallel_tool_calls=is_parallel(body.tool_choice),
+        continue_final_message=has_started or None,
+        response_format=as_response_format(body.output_config.format if body.output_config else None),
+        reasoning_effort=body.effort,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+class BlockWriter:
+    """The content of one message."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Json] = []
+        self._pieces: list[str] = []  # of the open block
+        self._is_open = False
+
+    def take(self, events: Sequence[Event]) -> list[Json]:
+        """Parsed events as events of this API."""
+        out: list[Json] = []
+        for event in events:
+            match event:
+                case Reasoning(text):
+                    out += self._open_as("thinking", {"thinking": "", "signature": ""})
+                    out.append(self._delta({"type": "thinking_delta", "thinking": text}, text))
+                case Content(text):
+                    out += self._open_as("text", {"text": ""})
+                    out.append(self._delta({"type": "text_delta", "text": text}, text))
+                case CallStart(_, name, call_id):
+                    out += self.close() + self._open({"type": "tool_use", "id": call_id, "name": name, "input": {}})
+                case CallPiece(_, text):
+                    out.append(self._delta({"type": "input_json_delta", "partial_json": text}, text))
+        return out
+
+    def close(self) -> list[Json]:
+        """End the open block, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        out, block, text = [], self.blocks[-1], "".join(self._pieces)
+        if block["type"] == "thinking":
+            block.update(thinking=text, signature=_signature(text))
+            out.append(self._event("content_block_delta", delta=_signed(block["signature"])))
+        elif block["type"] == "text":
+            block["text"] = text
+        else:
+            block["input"] = _input(text)
+        return [*out, self._event("content_block_stop")]
+
+    def _open_as(self, kind: str, members: Json) -> list[Json]:
+        """Open a block of that kind, unless it is the open one."""
+        if self._is_open and self.blocks[-1]["type"] == kind:
+            return []
+        return self.close() + self._open({"type": kind, **members})
+
+    def _open(self, block: Json) -> list[Json]:
+        self.blocks.append(block)
+        self._is_open, self._pieces = True, []
+        return [self._event("content_block_start", content_block=dict(block))]
+
+    def _delta(self, delta: Json, text: str) -> Json:
+        self._pieces.append(text)
+        return self._event("content_block_delta", delta=delta)
+
+    def _event(self, kind: str, **members: Any) -> Json:
+        return {"type": kind, "index": len(self.blocks) - 1, **members}
+
+
+def _input(text: str) -> Json:
+    """Arguments as an object. Truncated ones are parsed as far as possible, as clients do with a stream; a text that is
+    no JSON is returned as it is."""
+    try:
+        value = from_json(text, allow_partial="trailing-strings") if text.strip() else {}
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
+
+
+def _signature(reasoning: str) -> str:
+    """Clients send it back with the block; this server does not check it."""
+    return b64encode(sha256(reasoning.encode(errors="replace")).digest()).decode()
+
+
+def _signed(signature: str) -> Json:
+    return {"type": "signature_delta", "signature": signature}
+
+
+@dataclass
+class MessageAnswer:
+    """The answer to one request."""
+
+    message_id: str
+    model: str
+    reader: AnswerReader
+    writer: BlockWriter
+    usage: Usage
+    _stop_reason: str | None = None
+    _stop_sequence: str | None = None
+
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
+        """The message as one object."""
+        async with aclosing(self.events(steps)) as events:
+            async for _ in events:
+                pass
+        return {**self._message(self.writer.blocks), "snapstream": self.usage.metadata}
+
+    async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
+        has_started = False
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                self.usage.take(prompt, delta)
+                if not has_started:
+                    has_started = True
+                    yield {"type": "message_start", "message": self._message([])}
+                    yield {"type": "ping"}
+                for sample in delta.samples:
+                    for event in self._take(sample):
+                        yield event
+        ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        yield {"type": "message_delta", "delta": ending, "usage": self._usage(), "snapstream": self.usage.metadata}
+        yield {"type": "message_stop"}
+
+    def _take(self, sample: SampleDelta) -> list[Json]:
+        usage = self.usage
+        usage.completion_tokens += len(sample.token_ids)
+        usage.count(0, 0, sample)
+        events = self.writer.take(self.reader.take(sample))
+        usage.reasoning_tokens = self.reader.num_reasoning_tokens
+        if sample.finish_reason is None:
+            return events
+        self._end(sample)
+        return events + self.writer.close()
+
+    def _end(self, sample: SampleDelta) -> None:
+        if sample.finish_reason is not FinishReason.STOP:
+            self._stop_reason = "max_tokens"  # also if a grammar could not be completed
+        elif isinstance(sample.stop_reason, str):
+            self._stop_reason, self._stop_sequence = "stop_sequence", sample.stop_reason
+        else:
+            self._stop_reason = "tool_use" if self.reader.num_calls else "end_turn"
+        self.usage.ends[0] = {"finish_reason": self._stop_reason, "stop_reason": sample.stop_reason}
+
+    def _message(self, blocks: list[Json]) -> Json:
+        return {
+            "id": self.message_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.model,
+            "content": blocks,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> Json:
+        """In this API cached tokens are not part of the input tokens."""
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens or 0},
+        }

@@ -1,1 +1,0 @@
-"""Anthropic's Messages, over the chat path of ``openai/``."""
