@@ -31,8 +31,7 @@ def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
         from snapstream.proxy.app import run_proxy
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
-    from snapstream.server.http.lifecycle import listen
-    from snapstream.server.logs import set_up
+    from snapstream.server.http.lifecycle import listen, set_up_log
     from snapstream.spec_prefill.settings import chunks_of, protection_of, scoring_of
 
     options = replace(
@@ -40,7 +39,7 @@ def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
         api_keys=all_keys(options.api_keys, options.api_key_file),
         allowed_hosts=answered_hosts(options.host, options.allowed_hosts),
     )
-    set_up("text")
+    set_up_log("text")
     for name in ("httpx", "httpcore"):  # httpx logs whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
     scoring = scoring_of(options.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer)

@@ -69,12 +69,12 @@ def serve(
         from snapstream.server import run
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
-    from snapstream.server import logs
     from snapstream.server.engine.api import EngineDead
+    from snapstream.server.http.lifecycle import set_up_log
     from snapstream.server.options import refuse_blank
 
     refuse_blank(ADMIN_VARIABLE)
-    logs.set_up(options.log_format)
+    set_up_log(options.log_format)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every prompt that is prefilled remotely
     spec, settings = run.prepare(folder, engine, options)
     try:
@@ -180,10 +180,10 @@ def deploy(
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[ray]'") from None
     from snapstream.integrations.ray.config import read_config
-    from snapstream.server import logs
+    from snapstream.server.http.lifecycle import set_up_log
     from snapstream.server.run import CannotLoad
 
-    logs.set_up("text")
+    set_up_log("text")
     try:
         application.deploy(read_config(config), address or None)
     except (application.CannotDeploy, CannotLoad) as error:

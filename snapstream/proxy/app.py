@@ -34,7 +34,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from snapstream.proxy.options import ProxyOptions
 from snapstream.server.apis import APIS
-from snapstream.server.http.admission import Admission, OpenRequests, RequestContext
 from snapstream.server.http.connections import ConnectionGuard, abort_connection
 from snapstream.server.http.errors import ApiError, SelectApi, add_error_handlers, api_of, bad_value
 from snapstream.server.http.lifecycle import (
@@ -47,7 +46,15 @@ from snapstream.server.http.lifecycle import (
 )
 from snapstream.server.http.middleware import BearerAuth, HostGuard, SingleBodyLength
 from snapstream.server.http.prompt_compression import FIELD, DraftThread, parse_compression
-from snapstream.server.http.sse import DONE, ClientDisconnected, frame, run_until_disconnect
+from snapstream.server.http.requests import (
+    DONE,
+    Admission,
+    ClientDisconnected,
+    OpenRequests,
+    RequestContext,
+    frame,
+    run_until_disconnect,
+)
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import CompressionSummary
 from snapstream.version import __version__

@@ -31,7 +31,7 @@ from snapstream.server.openai.state import CheckPrefill, ServerState, no_prefill
 from snapstream.server.options import ServerSettings
 from snapstream.server.page import page_routes
 from snapstream.server.roles import peer_routes
-from snapstream.server.tracing import TraceRequests, Tracing
+from snapstream.server.telemetry import TraceRequests, Tracing
 from snapstream.version import __version__
 
 if TYPE_CHECKING:

@@ -29,10 +29,9 @@ from snapstream.server.engine.remote_prefill import (
     compatibility_info,
     transfer_error,
 )
-from snapstream.server.http.admission import Admission, RequestContext
 from snapstream.server.http.errors import ApiError, api_of, bad_value
 from snapstream.server.http.middleware import log_refusal
-from snapstream.server.http.sse import run_until_disconnect
+from snapstream.server.http.requests import Admission, RequestContext, run_until_disconnect
 from snapstream.server.options import ServeOptions
 from snapstream.types import Request
 

@@ -40,7 +40,7 @@ from snapstream.server.http.lifecycle import (
 from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
 from snapstream.server.roles import engine_options, make_prefill, transfer_settings
-from snapstream.server.tracing import Tracing, otlp_tracing
+from snapstream.server.telemetry import Tracing, otlp_tracing
 from snapstream.spec_prefill.settings import protection_of
 
 if TYPE_CHECKING:

@@ -307,13 +307,13 @@ import sys
 from snapstream.proxy.app import run_proxy
 from snapstream.proxy.options import ProxyOptions
 from snapstream.server.http.lifecycle import listen
-from snapstream.server.logs import set_up
+from snapstream.server.http.lifecycle import set_up_log
 
 def load():
     sys.stdin.read()
     raise ValueError("the draft is broken")
 
-set_up("text")
+set_up_log("text")
 with listen("127.0.0.1", 0) as listener:
     run_proxy(load, ProxyOptions(upstream="http://a"), listener)
 """

@@ -30,7 +30,7 @@ from snapstream.kernels.compile_cache import VARIABLE
 from snapstream.server.engine.api import EngineStats
 from snapstream.server.engine.process import STOP_S
 from snapstream.server.http.lifecycle import LAST_FRAMES_S
-from snapstream.server.metrics import Metrics
+from snapstream.server.telemetry import Metrics
 from tests.waiting import HANG_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def takes_options(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> Any:
     """What the command line makes of them."""
     seen: list[Any] = []
     monkeypatch.setattr("snapstream.server.run.serve", lambda *given: seen.extend(given))
-    monkeypatch.setattr("snapstream.server.logs.set_up", lambda kind: seen.append(kind))
+    monkeypatch.setattr("snapstream.server.http.lifecycle.set_up_log", lambda kind: seen.append(kind))
     monkeypatch.delenv("SNAPSTREAM_API_KEY", raising=False)
     assert main(options) == 0
     return seen

@@ -31,7 +31,7 @@ from benchmarks.soak import soak
 from snapstream.assets import TINY_MODEL
 from snapstream.server.anthropic import MessagesBody
 from snapstream.server.app import make_app
-from snapstream.server.logs import JsonFormatter, TextFormatter, fields_of
+from snapstream.server.http.lifecycle import JsonFormatter, TextFormatter, fields_of
 from snapstream.server.options import ServerSettings
 from snapstream.server.responses.protocol import ResponsesBody
 from tests.server.app_client import HI, JSON, AppClient, client
@@ -248,7 +248,7 @@ def test_the_line_of_a_request(stream: bool) -> None:
     out = StringIO()
     handler = logging.StreamHandler(out)
     handler.setFormatter(JsonFormatter())
-    logger = logging.getLogger("snapstream.server.http.admission")
+    logger = logging.getLogger("snapstream.server.http.requests")
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(logging.INFO)

@@ -21,9 +21,9 @@ from snapstream.config import EngineOptions
 from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.http.lifecycle import StartupApp
-from snapstream.server.metrics import Metrics
 from snapstream.server.options import ServeOptions, ServerSettings
 from snapstream.server.run import serve
+from snapstream.server.telemetry import Metrics
 from tests.server.app_client import frames
 from tests.waiting import HANG_S, until
 

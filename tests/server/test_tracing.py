@@ -9,9 +9,8 @@ import pytest
 
 from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
-from snapstream.server.metrics import RequestTimes
 from snapstream.server.options import ServerSettings
-from snapstream.server.tracing import Tracing, otlp_tracing, parts
+from snapstream.server.telemetry import RequestTimes, Tracing, otlp_tracing, parts
 from tests.server.app_client import CHAT, HI, TEXT, AppClient, client
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, tokenizer
 

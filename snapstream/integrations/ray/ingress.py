@@ -24,9 +24,9 @@ from snapstream.integrations.ray.config import DeployConfig
 from snapstream.integrations.ray.engine import ReplicaLost, ReplicatedEngine
 from snapstream.integrations.ray.registry import DeltaBatch, Report, Route
 from snapstream.models.tokenizer import find_tokenizer, read_template
-from snapstream.server import logs
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import ModelMetadata
+from snapstream.server.http.lifecycle import set_up_log
 from snapstream.server.http.middleware import REQUEST_ID
 from snapstream.server.options import ServerSettings
 from snapstream.types import Request
@@ -89,7 +89,7 @@ class Ingress:
     async def __init__(  # type: ignore[misc] # Ray awaits it
         self, config: DeployConfig, settings: ServerSettings, decode: DeploymentHandle
     ) -> None:
-        logs.set_up("text")
+        set_up_log("text")
         self._engine = ReplicatedEngine(HandleReplicas(decode))
         self._watching = asyncio.create_task(self._engine.watch(), name="replica-watch")
         tokenizer = await asyncio.to_thread(find_tokenizer, Path(config.model))

@@ -23,9 +23,9 @@ from snapstream.integrations.ray.certificates import receiver_settings, sender_s
 from snapstream.integrations.ray.engine import ReplicaPrefill
 from snapstream.integrations.ray.ingress import HandleReplicas
 from snapstream.integrations.ray.registry import TICK_S, DeltaBatch, Fault, Leases, Load, Report, Route
-from snapstream.server import logs
 from snapstream.server.engine.api import EngineDead, EngineSpec, RequestDelta
 from snapstream.server.engine.process import EngineProcess
+from snapstream.server.http.lifecycle import set_up_log
 from snapstream.server.options import Role
 from snapstream.types import Request
 
@@ -56,7 +56,7 @@ class EngineReplica:
 
         ``prefill``: the prefill replicas of one with the role "decode".
         """
-        logs.set_up("text")
+        set_up_log("text")
         self._name = serve.get_replica_context().replica_id.unique_id
         if role != "both":
             settings = await asyncio.to_thread(receiver_settings if role == "decode" else sender_settings)

@@ -1,7 +1,7 @@
 """HTTP/1.1 connections: uvicorn's protocol with time limits and a bound on the number of connections.
 
             head of a request    complete within ``head_timeout_s`` of the connection, or of its first byte
-            body                 ``admission.py``
+            body                 ``requests.py``
             answer               the client must read some of it every ``write_timeout_s``
             between requests     uvicorn's keep-alive
 

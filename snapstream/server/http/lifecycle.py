@@ -1,4 +1,8 @@
-"""Start and end of a server: its listening socket, answers while the model loads, draining, health and metrics routes.
+"""Start and end of a server: its log, its listening socket, answers while the model loads, draining, health and metrics.
+
+The log is lines for people (``text``) or for machines (``json``), on stderr. A record may carry ``fields``
+(``extra={"fields": {...}}``): text shows them as ``name=value``, JSON as members. Invariant: every record is one line
+without any prompt or answer.
 
 The first signal drains, a second one ends at once. The socket is open from the start; until the application is loaded,
 ``StartupApp`` answers 503 to everything but ``/health/live``. A signal during loading is not lost.
@@ -8,12 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TextIO
 
 import uvicorn
 from fastapi import APIRouter, Request, Response
@@ -27,6 +34,60 @@ from snapstream.server.http.errors import Api, ApiError, SelectApi, api_of, note
 from snapstream.server.http.middleware import RequestId
 from snapstream.server.http.openapi import STRING, answers, errors
 from snapstream.version import __version__
+
+LogFormat = Literal["text", "json"]
+
+
+class TextFormatter(logging.Formatter):
+    """``time=... level=... message name=value ...``; a traceback follows on its own lines."""
+
+    def __init__(self) -> None:
+        super().__init__("time=%(asctime)s level=%(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the name is logging's
+        given = fields_of(record)
+        shown = " ".join(f"{name}={_plain(value)}" for name, value in given.items())
+        return f"{super().formatMessage(record)} {shown}" if shown else super().formatMessage(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC, RFC 3339), level, logger, message, the record's fields, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        whole_s = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{whole_s}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **fields_of(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def fields_of(record: logging.LogRecord) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = getattr(record, "fields", {})
+    return fields
+
+
+def set_up_log(kind: LogFormat, stream: TextIO | None = None) -> None:
+    """Send everything from INFO on, warnings of Python too, to ``stream`` (stderr) in this form."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.captureWarnings(True)
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    text = str(value)
+    return text if text.isprintable() and " " not in text else json.dumps(text)  # a client chooses the path
+
 
 log = logging.getLogger(__name__)
 

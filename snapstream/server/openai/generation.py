@@ -20,8 +20,7 @@ from snapstream.engine.validate import QueueFull
 from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
 from snapstream.server.http.errors import ApiError, not_finite
 from snapstream.server.http.prompt_compression import compression_field
-from snapstream.server.http.sse import DONE, EventStream
-from snapstream.server.metrics import Metrics, RequestWatch
+from snapstream.server.http.requests import DONE, EventStream
 from snapstream.server.openai.answer_reader import (
     CLOSING,
     AnswerReader,
@@ -35,6 +34,7 @@ from snapstream.server.openai.protocol import ChatBody, not_followed
 from snapstream.server.openai.sampling import chat_options, check_answer_size, check_samples, make_request
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import plan_answer, template_tools
+from snapstream.server.telemetry import Metrics, RequestWatch
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, Request
 

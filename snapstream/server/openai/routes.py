@@ -1,26 +1,46 @@
 """POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize; GET /v1/models and /tokenizer_info.
 
-body (``http/admission.py``) -> fields (``protocol.py``) -> engine requests (``generation.py``) -> deltas -> answer
-(``chat.py``), whole or as frames (``http/sse.py``)
+body (``http/requests.py``) -> fields (``protocol.py``) -> engine requests (``generation.py``) -> deltas -> ``Answer``,
+whole or as chunks, whose subclasses write the choices
+
+Invariant: a chunk with choices has text, or ends a choice; usage comes once, in a chunk without choices, unless running
+usage was requested.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
+from pydantic_core import to_json
 
 from snapstream.config import DEFAULT_SINK
+from snapstream.server.engine.api import RequestDelta, SampleDelta
 from snapstream.server.http.errors import bad_value
 from snapstream.server.http.openapi import answers, body_schema
 from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.openai import protocol
-from snapstream.server.openai.chat import Answer, ChatAnswer, CompletionAnswer
-from snapstream.server.openai.generation import new_usage, prepare_chat, run, stream
-from snapstream.server.openai.prompts import as_prompts
+from snapstream.server.openai.answer_reader import (
+    AnswerReader,
+    AnswerStart,
+    CallPiece,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+)
+from snapstream.server.openai.generation import PreparedChat, Step, new_usage, prepare_chat, run, stream
+from snapstream.server.openai.prompts import Offsets, TokenText, as_prompts
 from snapstream.server.openai.protocol import (
     CHAT_ONLY_REFUSED,
     COMPLETION_ONLY_REFUSED,
@@ -42,9 +62,368 @@ from snapstream.server.openai.sampling import (
     make_request,
     read_structured_output,
 )
-from snapstream.server.openai.state import AnswerContext, ServerState
+from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import tools_of
-from snapstream.types import CompressionSummary
+from snapstream.types import CompressionSummary, FinishReason, Logprob
+
+LEAST = -9999.0  # JSON has no minus infinity; OpenAI uses this
+
+
+def finite(value: float) -> float:
+    return value if math.isfinite(value) else LEAST
+
+
+def chat_entries(logprobs: Iterable[Logprob], texts: TokenText) -> list[dict[str, Any]]:
+    """Log-probabilities as chat lists them."""
+    return [
+        {
+            **_entry(one.token_id, one.logprob, texts),
+            "top_logprobs": [_entry(token, value, texts) for token, value in one.top],
+        }
+        for one in logprobs
+    ]
+
+
+def _entry(token: int, value: float, texts: TokenText) -> dict[str, Any]:
+    return {"token": texts.text(token), "logprob": finite(value), "bytes": list(texts.raw(token))}
+
+
+class CompletionLogprobs:
+    """The four aligned lists of a completion's choice, piece by piece; offsets continue from the last piece."""
+
+    def __init__(self, texts: TokenText, *, skip_special_tokens: bool) -> None:
+        self._texts = texts
+        self._skips_special = skip_special_tokens
+        self._offsets = Offsets()
+        self._lists = _empty()
+
+    def add_prompt(self, ids: tuple[int, ...], logprobs: Iterable[Logprob | None], text: str) -> None:
+        """Every prompt token; entry 0 is null, because nothing precedes it."""
+        offsets, starts = Offsets(), []
+        for token in ids:
+            raw = self._texts.raw(token)
+            if self._texts.is_special(token) and not text.startswith(raw.decode(), offsets.num_chars):
+                raw = b""  # added by the tokenizer, like a beginning-of-text token
+            starts.append(offsets.push(raw))
+        lead = max(0, offsets.num_chars - len(text))  # a space that the tokenizer adds before the text
+        for token, start, logprob in zip(ids, starts, logprobs, strict=True):
+            self._add(token, max(0, start - lead), logprob)
+        self._offsets = Offsets(len(text))
+
+    def add(self, logprobs: Iterable[Logprob]) -> None:
+        for one in logprobs:
+            self._add(one.token_id, self._offsets.push(self._shown(one.token_id)), one)
+
+    def take(self) -> dict[str, Any]:
+        """What came since the last call."""
+        lists, self._lists = self._lists, _empty()
+        return lists
+
+    def _add(self, token: int, offset: int, logprob: Logprob | None) -> None:
+        self._lists["tokens"].append(self._texts.text(token))
+        self._lists["text_offset"].append(offset)
+        self._lists["token_logprobs"].append(None if logprob is None else finite(logprob.logprob))
+        self._lists["top_logprobs"].append(None if logprob is None else self._top(logprob))
+
+    def _top(self, logprob: Logprob) -> dict[str, float]:
+        """The likeliest tokens and always the chosen one, as in OpenAI's completions."""
+        top: dict[str, float] = {}
+        for token, value in (*logprob.top, (logprob.token_id, logprob.logprob)):
+            top.setdefault(self._texts.text(token), finite(value))
+        return top
+
+    def _shown(self, token: int) -> bytes:
+        return b"" if self._skips_special and self._texts.is_special(token) else self._texts.raw(token)
+
+
+def _empty() -> dict[str, list[Any]]:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+LARGE = 4096  # log-probabilities or positions; larger answers are built off the event loop
+
+Offload = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function off the event loop
+
+
+@dataclass(kw_only=True)
+class Answer(ABC):
+    """The answer to one HTTP request as it grows; a subclass for each endpoint's choices."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    answer_id: str
+    model: str
+    fingerprint: str  # of what computes the answers
+    usage: Usage
+    texts: TokenText
+    offload: Offload
+    has_usage: bool = False
+    has_running_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+    _is_large: bool = field(default=False, init=False)
+
+    @abstractmethod
+    def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+        """Add a delta of a choice."""
+
+    @abstractmethod
+    def has_output(self, choice: int) -> bool:
+        """Whether a chunk can be sent."""
+
+    @abstractmethod
+    def chunk_choice(self, choice: int) -> dict[str, Any]:
+        """What was added since the last call, without index and finish_reason."""
+
+    @abstractmethod
+    def whole_choice(self, choice: int) -> dict[str, Any]:
+        """The same for an answer that is not streamed."""
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None if no reasoning is parsed."""
+        return None
+
+    def num_tokens(self, delta: SampleDelta) -> int:
+        """Tokens of this delta that usage counts."""
+        return len(delta.token_ids)
+
+    def finish_reason(self, choice: int, reason: FinishReason) -> str:
+        """The API's finish reason of a choice that has ended."""
+        return reason.value
+
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:
+        """The body of an answer that is not streamed, as JSON."""
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                await self._take(prompt, delta)
+        is_large = self._is_large or self.usage.has_listed_kept or self.usage.num_listed > LARGE
+        return bytes(await self.offload(self._body) if is_large else self._body())
+
+    def _body(self) -> bytes:
+        ends = self.usage.ends
+        choices = [{"index": index, **self.whole_choice(index), **ends[index]} for index in sorted(ends)]
+        head = self._base(self.whole_object)
+        return to_json({**head, "choices": choices, "usage": self.usage.as_openai, "snapstream": self.usage.metadata})
+
+    async def chunks(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer; ``EventStream`` frames them."""
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                chunks = [self._chunk(index) for index in await self._take(prompt, delta)]
+                if chunks and self.usage.num_open == 0:
+                    chunks[-1]["snapstream"] = self.usage.metadata
+                for chunk in chunks:
+                    yield chunk
+        if self.has_usage:
+            yield {**self._base(self.chunk_object), "choices": [], "usage": self.usage.as_openai}
+
+    async def _take(self, prompt: int, delta: RequestDelta) -> list[int]:
+        """``_add``, off the event loop if it takes long."""
+        if delta.prompt_logprobs is None or len(delta.prompt_logprobs) <= LARGE:
+            return self._add(prompt, delta)
+        self._is_large = True
+        ready: list[int] = await self.offload(lambda: self._add(prompt, delta))
+        return ready
+
+    def _add(self, prompt: int, delta: RequestDelta) -> list[int]:
+        """Add a delta; the choices that have something to send."""
+        usage = self.usage
+        usage.take(prompt, delta)
+        ready = []
+        for sample in delta.samples:
+            index = prompt * usage.requests[prompt].sampling.n + sample.index
+            usage.completion_tokens += self.num_tokens(sample)
+            usage.count(prompt, index, sample)
+            self.add(index, prompt, delta, sample)
+            if sample.finish_reason is not None:
+                reason = self.finish_reason(index, sample.finish_reason)
+                usage.ends[index] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
+            if index in usage.ends or self.has_output(index):
+                ready.append(index)
+        usage.reasoning_tokens = self.num_reasoning_tokens
+        return ready
+
+    def _chunk(self, index: int) -> dict[str, Any]:
+        end = self.usage.ends.get(index, {"finish_reason": None})
+        chunk = self._base(self.chunk_object)
+        chunk["choices"] = [{"index": index, **self.chunk_choice(index), **end}]
+        if self.has_running_usage:
+            chunk["usage"] = self.usage.as_openai
+        elif self.has_usage:
+            chunk["usage"] = None
+        return chunk
+
+    def _base(self, kind: str) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+@dataclass
+class _CompletionChoice:
+    logprobs: CompletionLogprobs
+    text: str = ""
+    has_echo: bool = False
+
+
+@dataclass(kw_only=True)
+class CompletionAnswer(Answer):
+    """/v1/completions: text, after the prompt with ``echo``.
+
+    With ``echo`` and ``logprobs`` every prompt token has its exact log-probability, from the uncompressed prefill;
+    harnesses compute likelihoods from it.
+    """
+
+    whole_object = chunk_object = "text_completion"
+
+    echo: Sequence[str] | None  # the prompts' texts
+    is_prompt_only: bool  # the engine's one token is dropped
+
+    def __post_init__(self) -> None:
+        sampling = self.usage.requests[0].sampling
+        self._has_logprobs = sampling.logprobs is not None
+        self._prompt_logprobs: dict[int, tuple[Logprob | None, ...]] = {}
+        self._choices: defaultdict[int, _CompletionChoice] = defaultdict(
+            lambda: _CompletionChoice(CompletionLogprobs(self.texts, skip_special_tokens=sampling.skip_special_tokens))
+        )
+
+    def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+        state = self._choices[choice]
+        if self.echo is not None and not state.has_echo:
+            state.has_echo = True
+            state.text = self.echo[prompt]
+            if self._has_logprobs:
+                self._echo_logprobs(state, prompt, request_delta)
+        if self.is_prompt_only:
+            return
+        state.text += delta.text
+        if self._has_logprobs and delta.logprobs:
+            state.logprobs.add(delta.logprobs)
+
+    def has_output(self, choice: int) -> bool:
+        return bool(self._choices[choice].text)
+
+    def num_tokens(self, delta: SampleDelta) -> int:
+        return 0 if self.is_prompt_only else len(delta.token_ids)
+
+    def chunk_choice(self, choice: int) -> dict[str, Any]:
+        state = self._choices[choice]
+        text, state.text = state.text, ""
+        return {"text": text, "logprobs": state.logprobs.take() if self._has_logprobs else None}
+
+    def whole_choice(self, choice: int) -> dict[str, Any]:
+        return self.chunk_choice(choice)
+
+    def _echo_logprobs(self, state: _CompletionChoice, prompt: int, delta: RequestDelta) -> None:
+        assert self.echo is not None
+        if delta.prompt_logprobs is not None:  # sent once per request, while its samples may start one by one
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        if prompt not in self._prompt_logprobs:  # never answer with fewer: harnesses would compute wrong scores
+            raise RuntimeError("the engine sent no prompt logprobs with the first token")
+        state.logprobs.add_prompt(
+            self.usage.requests[prompt].prompt_token_ids, self._prompt_logprobs[prompt], self.echo[prompt]
+        )
+
+
+@dataclass
+class _Choice:
+    """One choice; reasoning, text, log-probabilities and calls are those not sent yet."""
+
+    reader: AnswerReader
+    reasoning: str = ""
+    text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    calls: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index
+    kinds: dict[int, tuple[str, str]] = field(default_factory=dict)  # of all calls: members that their pieces extend
+    has_role: bool = False
+    has_parts: bool = False  # reasoning or calls: then content without text is null
+
+
+@dataclass(kw_only=True)
+class ChatAnswer(Answer):
+    """/v1/chat/completions: messages, or deltas that add up to them.
+
+    The role comes with the first text, not before it: clients take the first chunk with choices for the first token.
+    """
+
+    whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    prepared: PreparedChat
+    has_logprobs: bool
+
+    def __post_init__(self) -> None:
+        self._choices: defaultdict[int, _Choice] = defaultdict(lambda: _Choice(self.prepared.reader()))
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        if self.prepared.beginning is AnswerStart.ANSWER:
+            return None
+        return sum(choice.reader.num_reasoning_tokens for choice in self._choices.values())
+
+    def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
+        state = self._choices[choice]
+        _take_events(state, state.reader.take(delta))
+        if self.has_logprobs and delta.logprobs:
+            state.logprobs += chat_entries(delta.logprobs, self.texts)
+
+    def has_output(self, choice: int) -> bool:
+        state = self._choices[choice]
+        return bool(state.reasoning or state.text or state.calls)
+
+    def finish_reason(self, choice: int, reason: FinishReason) -> str:
+        has_calls = self._choices[choice].reader.num_calls > 0
+        return "tool_calls" if reason is FinishReason.STOP and has_calls else reason.value
+
+    def chunk_choice(self, choice: int) -> dict[str, Any]:
+        state = self._choices[choice]
+        delta: dict[str, Any] = {} if state.has_role else {"role": "assistant"}
+        if state.reasoning:
+            delta["reasoning_content"] = state.reasoning
+        if state.text or not state.has_parts:
+            delta["content"] = state.text
+        elif not state.has_role:
+            delta["content"] = None
+        if state.calls:
+            delta["tool_calls"] = [{"index": index, **call} for index, call in state.calls.items()]
+        result = {"delta": delta, "logprobs": self._logprobs(state)}
+        self._choices[choice] = _Choice(state.reader, kinds=state.kinds, has_role=True, has_parts=state.has_parts)
+        return result
+
+    def whole_choice(self, choice: int) -> dict[str, Any]:
+        state = self._choices[choice]
+        message: dict[str, Any] = {"role": "assistant", "content": state.text, "refusal": None}
+        if state.reasoning:
+            message["reasoning_content"] = state.reasoning
+        if state.has_parts:
+            message["content"] = state.text or None
+        if state.calls:
+            message["tool_calls"] = list(state.calls.values())
+        return {"message": message, "logprobs": self._logprobs(state)}
+
+    def _logprobs(self, state: _Choice) -> dict[str, Any] | None:
+        return {"content": state.logprobs, "refusal": None} if self.has_logprobs else None
+
+
+def _take_events(state: _Choice, events: Sequence[Event]) -> None:
+    for event in events:
+        state.has_parts |= not isinstance(event, Content)
+        match event:
+            case Reasoning(text):
+                state.reasoning += text
+            case Content(text):
+                state.text += text
+            case CallStart(index, name, call_id, is_custom):
+                kind, key = ("custom", "input") if is_custom else ("function", "arguments")
+                state.kinds[index] = (kind, key)
+                state.calls[index] = {"id": call_id, "type": kind, kind: {"name": name, key: ""}}
+            case CallPiece(index, text):
+                kind, key = state.kinds[index]
+                state.calls.setdefault(index, {kind: {key: ""}})[kind][key] += text
 
 
 def tokenizer_routes(server: ServerState) -> APIRouter:

@@ -20,18 +20,17 @@ from snapstream.config import KVBudget, Selector
 from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.server.engine.grammar import GrammarChecker
 from snapstream.server.engine.remote_prefill import PrefillFailed
-from snapstream.server.http.admission import Admission, RequestContext
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.prompt_compression import CompressionService
-from snapstream.server.http.sse import EventStream, run_until_disconnect
-from snapstream.server.metrics import Metrics
+from snapstream.server.http.requests import Admission, EventStream, RequestContext, run_until_disconnect
 from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, choose_reasoning
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
 from snapstream.server.openai.tool_formats import choose_format
 from snapstream.server.options import ServerSettings
+from snapstream.server.telemetry import Metrics
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar, KeptBitmap, PrefixUse, Request
 

@@ -32,10 +32,10 @@ from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import answers, body_schema
 from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
-from snapstream.server.openai.chat import chat_entries
 from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
 from snapstream.server.openai.prompts import TokenText
 from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_fields, kinds_of, parse
+from snapstream.server.openai.routes import chat_entries
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import tools_of
 from snapstream.server.responses import protocol

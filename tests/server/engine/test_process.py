@@ -29,7 +29,7 @@ from snapstream.server.engine import process
 from snapstream.server.engine.api import EngineDead, EngineSpec
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.process_main import Heartbeat, build
-from snapstream.server.metrics import Metrics
+from snapstream.server.telemetry import Metrics
 from snapstream.startup.build import build_runner
 from snapstream.types import SamplingParams
 from tests.server.engine.running import (

@@ -176,7 +176,7 @@ def test_max_completion_tokens_is_the_newer_name() -> None:
 
 
 def test_large_echoes_are_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.server.openai import chat, prompts
+    from snapstream.server.openai import prompts, routes
 
     plain = complete(echo=True, logprobs=2, max_tokens=2)
     offload, num_offloaded = prompts.Prompts.offload, 0
@@ -186,7 +186,7 @@ def test_large_echoes_are_the_same_as_small_ones(monkeypatch: pytest.MonkeyPatch
         num_offloaded += 1
         return await offload(self, work)
 
-    monkeypatch.setattr(chat, "LARGE", 1)
+    monkeypatch.setattr(routes, "LARGE", 1)
     monkeypatch.setattr(prompts.Prompts, "offload", counted)
     elsewhere = complete(echo=True, logprobs=2, max_tokens=2)
     assert elsewhere["choices"] == plain["choices"] and elsewhere["usage"] == plain["usage"]

@@ -11,7 +11,7 @@ import pytest
 from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead
-from snapstream.server.logs import TextFormatter
+from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.options import ServerSettings
 from tests.server.app_client import HI, client, samples
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import KVBudget
 from snapstream.engine.validate import QueueFull
-from snapstream.server.logs import TextFormatter
+from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.openai.protocol import ChatBody
 from tests.server.app_client import CHAT, HI, TEXT, call, client, error_of, frames, samples
 from tests.server.app_server import Running, running_server
