@@ -1,4 +1,4 @@
-"""What two engines agree on before a KV transfer: secret, address, TLS, and the header that describes the row.
+"""What two engines agree on before a KV transfer: secret, address, TLS, the request for a prefill, the header of a row.
 
     sender    HEADER  LAYER 0  LAYER 1 ... LAYER L-1  HIDDEN_STATE  REPORT      HEARTBEAT anywhere between two frames
     receiver                                              RECEIVED              or REFUSED with a reason, at any moment
@@ -11,23 +11,30 @@ tokens; REPORT says what compression did. Frames, codec and handshake are those 
 Invariants: the receiver knows the size of every frame but the report before it comes, because the header must equal the
 one that it expects. An address that other machines reach is refused without TLS, on both sides; the secret comes from
 the environment or from a file that only its owner can read, never from a command line.
+
+The decode engine sends its request over HTTP, with only the sampling parameters that concern the prompt: tokens are
+sampled where the row arrives. A request from a peer is checked as any request is, and names a selector and its
+settings, but no code. The proof that its sender knows the secret is in a header, so that a client without it is refused
+before a byte of the body is read; it covers path and body. A replayed request is harmless: its ticket is valid once.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import ssl
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 
-from snapstream.config import KVBudget
+from snapstream.config import SELECTORS, KVBudget, Selector
 from snapstream.config.kv import HeadSlots
 from snapstream.config.values import is_loopback
-from snapstream.wire import WireError
+from snapstream.types import Request, RowTicket, SamplingParams
+from snapstream.wire import WireError, mac, pack, unpack_one
 
 MAX_HEADER_BYTES = 16 * 2**10
 DEADLINE_S = 30.0  # without a byte or a heartbeat
@@ -219,3 +226,74 @@ class RowHeader:
 
 
 _COUNTS = ("prompt_len", "next_position", "num_layers", "hidden_bytes")
+
+
+HEADER = "x-snapstream-proof"  # digest of the body, and MAC of it and the path, both as hex
+
+
+def proof_of(secret: bytes, path: str, body: bytes) -> str:
+    """The header for a request."""
+    digest = sha256(body).hexdigest()
+    return f"{digest}:{_mac(secret, path, digest)}"
+
+
+def digest_of(secret: bytes, path: str, header: str) -> str | None:
+    """The digest that the body must have; None for a proof that is wrong or missing."""
+    digest, _, found = header.partition(":")
+    is_right = hmac.compare_digest(found.encode(), _mac(secret, path, digest).encode())
+    return digest if is_right else None
+
+
+def has_digest(body: bytes, digest: str) -> bool:
+    return hmac.compare_digest(sha256(body).hexdigest(), digest)
+
+
+def _mac(secret: bytes, path: str, digest: str) -> str:
+    return mac(secret, b"http", f"{path}\0{digest}".encode()).hex()
+
+
+def prefill_request(request: Request, ticket: RowTicket) -> Request:
+    """The request for a prefill engine, which sends the row to ``ticket``."""
+    return Request(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=request.sampling.prompt_logprobs,
+            return_kept=request.sampling.return_kept,
+        ),
+        budget=request.budget,
+        selector=request.selector,
+        positions=request.positions,
+        priority=request.priority,
+        namespace=request.namespace,
+        ticket=ticket,
+    )
+
+
+def prefill_request_id(ticket: RowTicket) -> str:
+    """The request's id at the prefill engine: ids of several decode engines may be equal, those of tickets are not.
+
+    It is not the ticket's key itself, which no log may show.
+    """
+    return f"read-{sha256(ticket.key.encode()).hexdigest()[:32]}"
+
+
+def request_to_bytes(request: Request, budget: KVBudget, selector: Selector) -> bytes:
+    """A request made by ``prefill_request``; ``budget`` and ``selector``: the engine's, if the request names none.
+
+    ValueError for a selector that other processes do not know.
+    """
+    selector = request.selector or selector
+    if selector.name not in SELECTORS or type(selector) is not SELECTORS.get(selector.name):
+        raise ValueError(f"selector {selector.name!r} is not in SELECTORS, so it cannot be sent to another engine")
+    return pack(replace(request, budget=request.budget or budget, selector=selector))
+
+
+def request_from_bytes(data: bytes | bytearray) -> Request:
+    """WireError for anything but what ``request_to_bytes`` writes; keeps what ``prefill_request`` keeps."""
+    request = unpack_one(data, Request)
+    if request.ticket is None or request.budget is None or request.selector is None:
+        raise WireError("the request must have a ticket, a budget and a selector")
+    return prefill_request(request, request.ticket)

@@ -28,9 +28,8 @@ from typing import Any
 
 import torch
 
-from snapstream.distributed.control import BlocksDone, ForgetBlocks, ReadBlocks, WriteBlock
+from snapstream.distributed.control import BlocksDone, ForgetBlocks, RankLost, ReadBlocks, WorkerRanks, WriteBlock
 from snapstream.distributed.group import Group
-from snapstream.distributed.launch import RankLost, WorkerRanks
 from snapstream.exec.results import SubmittedStep
 from snapstream.exec.runner import ModelRunner
 from snapstream.kv.prefix_store import PrefixFiles

@@ -16,8 +16,15 @@ from fastapi.responses import JSONResponse
 
 from snapstream.config import EngineOptions
 from snapstream.config.values import is_loopback
-from snapstream.disaggregation.protocol import TransferSettings, read_secret
-from snapstream.disaggregation.requests import HEADER, digest_of, has_digest, prefill_request_id, request_from_bytes
+from snapstream.disaggregation.protocol import (
+    HEADER,
+    TransferSettings,
+    digest_of,
+    has_digest,
+    prefill_request_id,
+    read_secret,
+    request_from_bytes,
+)
 from snapstream.server.engine.api import AsyncEngine, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
 from snapstream.server.engine.remote_prefill import (

@@ -54,7 +54,7 @@ from snapstream.wire import ConnectionFailed
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from snapstream.distributed.launch import WorkerRanks
+    from snapstream.distributed.control import WorkerRanks
     from snapstream.models.checkpoint import LoadProgress
 
 CHECK_VARIABLE = "SNAPSTREAM_CHECK_RANKS"  # 1: compare the drawn tokens of all ranks after every step
@@ -89,8 +89,8 @@ def build_ranks(
         return build_runner(folder, model, config, grammars, progress, on_unit=on_unit)
     import torch
 
+    from snapstream.distributed.control import WorkerRanks
     from snapstream.distributed.group import Ranks
-    from snapstream.distributed.launch import WorkerRanks
     from snapstream.exec.parallel import ParallelRunner, RankRunner
 
     if Ranks.is_joined():

@@ -9,8 +9,13 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
-from snapstream.disaggregation.protocol import TransferSettings
-from snapstream.disaggregation.requests import prefill_request, prefill_request_id, request_from_bytes, request_to_bytes
+from snapstream.disaggregation.protocol import (
+    TransferSettings,
+    prefill_request,
+    prefill_request_id,
+    request_from_bytes,
+    request_to_bytes,
+)
 from snapstream.engine.core import Engine
 from snapstream.engine.transfers import TicketIssued
 from snapstream.llm import LLM

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from snapstream.config import KVBudget, make_selector
 from snapstream.disaggregation.connector import max_report_bytes, report_from_bytes
-from snapstream.disaggregation.requests import prefill_request, request_from_bytes, request_to_bytes
+from snapstream.disaggregation.protocol import prefill_request, request_from_bytes, request_to_bytes
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.step import PrefillReport
 from snapstream.types import (

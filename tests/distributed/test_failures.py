@@ -24,8 +24,8 @@ import pytest
 
 from benchmarks.server_process import is_running
 from snapstream.config import EngineOptions
-from snapstream.distributed import launch
-from snapstream.distributed.launch import RankLost, WorkerRanks
+from snapstream.distributed import control
+from snapstream.distributed.control import RankLost, WorkerRanks
 from snapstream.llm import LLM
 from snapstream.server.engine.api import EngineDead, EngineSpec
 from snapstream.server.engine.process import EngineProcess
@@ -296,14 +296,14 @@ def test_one_that_is_late_is_named() -> None:
 def test_one_that_does_not_listen_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     with started("deaf") as (workers, _):
         workers.wait("here", HANG_S)
-        monkeypatch.setattr(launch, "STOP_S", 0.0)
+        monkeypatch.setattr(control, "STOP_S", 0.0)
         workers.close()
         assert not any(is_running(pid) for pid in workers.pids)
 
 
 RANK_0 = """
 import sys, time
-from snapstream.distributed.launch import WorkerRanks
+from snapstream.distributed.control import WorkerRanks
 workers = WorkerRanks(1)
 workers.spawn(1, "tests.distributed.entries:good", {})
 workers.wait("ready", 300)

@@ -21,8 +21,8 @@ from benchmarks.server_process import is_running
 from benchmarks.stand_ins import Pretend
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
 from snapstream.config import ParallelConfig, ReselectionConfig, SplitExperts, WeightFormats
+from snapstream.distributed.control import RankLost
 from snapstream.distributed.group import Alone, create, reach
-from snapstream.distributed.launch import RankLost
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.parallel import ParallelRunner
 from snapstream.kernels.cpu.looped.build import find_compiler

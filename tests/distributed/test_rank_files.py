@@ -15,8 +15,7 @@ import pytest
 
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.config import ParallelConfig, PrefixStoreConfig
-from snapstream.distributed.control import BlocksDone, ForgetBlocks, ReadBlocks, WriteBlock
-from snapstream.distributed.launch import RankLost
+from snapstream.distributed.control import BlocksDone, ForgetBlocks, RankLost, ReadBlocks, WriteBlock
 from snapstream.exec.parallel import RankFiles, answer
 from snapstream.kv.prefix_folder import PrefixFolder, rank_part
 from snapstream.kv.prefix_store import PrefixBlocks, PrefixFiles

@@ -21,8 +21,7 @@ import pytest
 from snapstream import LLM, SamplingParams
 from snapstream.cli.serve import environment, run_all
 from snapstream.config import EngineOptions
-from snapstream.distributed.control import Hello
-from snapstream.distributed.launch import RankLost
+from snapstream.distributed.control import Hello, RankLost
 from snapstream.exec.parallel import ParallelRunner
 from snapstream.server.engine.api import EngineSpec
 from snapstream.server.engine.process import EngineProcess

@@ -20,7 +20,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from snapstream.config import EngineConfig
-from snapstream.disaggregation.requests import prefill_request, prefill_request_id
+from snapstream.disaggregation.protocol import prefill_request, prefill_request_id
 from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.registry import DeltaBatch, ReplicaRegistry, Report, Route, route_key
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta

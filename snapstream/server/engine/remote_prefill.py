@@ -26,8 +26,14 @@ from urllib.parse import urlsplit
 import httpx
 
 from snapstream.config.values import is_loopback
-from snapstream.disaggregation.protocol import TransferSettings, check_fingerprints
-from snapstream.disaggregation.requests import HEADER, prefill_request, proof_of, request_to_bytes
+from snapstream.disaggregation.protocol import (
+    HEADER,
+    TransferSettings,
+    check_fingerprints,
+    prefill_request,
+    proof_of,
+    request_to_bytes,
+)
 from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.engine.api import EngineDead, EngineMetadata, ModelMetadata, RequestDelta

@@ -1,4 +1,4 @@
-"""Start and end of a server: its log, its listening socket, answers while the model loads, draining, health and metrics.
+"""Start and end of a server: log, listening socket, answers while the model loads, draining, health and metrics routes.
 
 The log is lines for people (``text``) or for machines (``json``), on stderr. A record may carry ``fields``
 (``extra={"fields": {...}}``): text shows them as ``name=value``, JSON as members. Invariant: every record is one line

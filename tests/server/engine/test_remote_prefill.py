@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from snapstream.config import KVBudget
-from snapstream.disaggregation.protocol import TransferSettings
-from snapstream.disaggregation.requests import digest_of, has_digest, proof_of
+from snapstream.disaggregation.protocol import TransferSettings, digest_of, has_digest, proof_of
 from snapstream.engine.transfers import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.app import make_app
