@@ -21,10 +21,9 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer
 from snapstream.plan.memory import DraftMemory
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.startup.build import MakeRunner, grammar_compiler, memory_of, release_openmp_threads
+from snapstream.startup.build import MakeRunner, build_ranks, grammar_compiler, memory_of, release_openmp_threads
 from snapstream.startup.measure import decide
 from snapstream.startup.notes import start_notes
-from snapstream.startup.ranks import build_ranks
 from snapstream.startup.resolve import resolve_budget
 from snapstream.types import (
     Request,

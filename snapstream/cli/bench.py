@@ -121,9 +121,8 @@ def bench(
     engine = replace(engine, num_speculative_tokens=0)  # random prompts and weights repeat themselves more than text
     from snapstream.llm import LLM
     from snapstream.models.hub import local_folder
-    from snapstream.startup.build import build_random
+    from snapstream.startup.build import build_random, build_ranks
     from snapstream.startup.measure import read_bandwidth
-    from snapstream.startup.ranks import build_ranks
 
     folder = TINY_MODEL if model is None else local_folder(model, config_only=flags.is_random)
     make = build_random(flags.seed) if flags.is_random else build_ranks

@@ -62,7 +62,7 @@ def serve(
     if options.draft is not None:
         options = replace(options, draft=local_folder(options.draft))
     if engine.master_addr == "env":  # not rank 0: torchrun starts the same command as every rank
-        from snapstream.startup.ranks import run_worker
+        from snapstream.startup.build import run_worker
 
         raise typer.Exit(run_worker("env", folder, PATIENCE_S))
     try:
@@ -112,7 +112,7 @@ def worker(
         raise ValueError(f"--ranks is {ranks}; RANK names one rank: start a process for each")
     model = local_folder(model)
     if ranks == 1:
-        from snapstream.startup.ranks import run_worker
+        from snapstream.startup.build import run_worker
 
         raise typer.Exit(run_worker(address, model, patience))
     own = [sys.executable, "-m", "snapstream.cli", "worker", address, str(model), "--patience", str(patience)]

@@ -6,8 +6,8 @@ from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
 from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
+from snapstream.startup.build import threads_of_rank
 from snapstream.startup.measure import describe_prefill, latent_attention
-from snapstream.startup.ranks import threads_of_rank
 
 
 def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> tuple[str, ...]:

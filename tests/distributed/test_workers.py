@@ -25,7 +25,7 @@ from snapstream.distributed.control import Hello, RankLost
 from snapstream.exec.parallel import ParallelRunner
 from snapstream.server.engine.api import EngineSpec
 from snapstream.server.engine.process import EngineProcess
-from snapstream.startup.ranks import check_versions
+from snapstream.startup.build import check_versions
 from snapstream.types import Request
 from snapstream.version import __version__
 from tests.llm.conftest import write_checkpoint

@@ -96,7 +96,7 @@ def build(
     """Load the model and build everything around it; ``on_unit`` and ``on_lost`` as in ``build_ranks``. ``on_stage``
     receives the current stage."""
     from snapstream.llm import LLM
-    from snapstream.startup.ranks import build_ranks
+    from snapstream.startup.build import build_ranks
 
     if spec.num_threads is not None:
         import torch
