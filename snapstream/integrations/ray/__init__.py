@@ -5,5 +5,5 @@
 ``config.py`` reads the config file, ``application.py`` makes and runs a Serve application (``snapstream deploy``).
 ``engine.py`` is the ``AsyncEngine`` of the ingress, ``registry.py`` knows the load of each replica. With prefill
 replicas, rows are sent from replica to replica with the secret and the certificates of ``certificates.py``. Only
-``application``, ``certificates``, ``ingress`` and ``replica`` import ray.
+``actors``, ``application`` and ``certificates`` import ray.
 """

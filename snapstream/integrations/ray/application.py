@@ -29,10 +29,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 from ray.serve.schema import LoggingConfig
 
+from snapstream.integrations.ray.actors import EngineReplica, Ingress
 from snapstream.integrations.ray.config import DecodeSettings, DeployConfig, ReplicaSettings, config_of, read_config
-from snapstream.integrations.ray.ingress import Ingress
 from snapstream.integrations.ray.registry import Route, ScaleByLoad
-from snapstream.integrations.ray.replica import EngineReplica
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import rank_config
 from snapstream.server.engine.api import EngineSpec

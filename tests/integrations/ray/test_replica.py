@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas
-from snapstream.integrations.ray import replica
+from snapstream.integrations.ray import actors
 from snapstream.integrations.ray.registry import DeltaBatch, Fault, Route
 from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats, RequestDelta, SampleDelta
 from snapstream.types import FinishReason, Request, SamplingParams
@@ -88,7 +88,7 @@ def run(monkeypatch: pytest.MonkeyPatch, test: Test) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
         monkeypatch.setattr(replica, "EngineProcess", lambda spec, *, stall_timeout_s, make_prefill: engine)
-        server: Any = object.__new__(replica.EngineReplica)
+        server: Any = object.__new__(actors.EngineReplica)
         await server.__init__(EngineSpec(model="m"), 0.0)
         await test(server, engine)
         await server.__del__()
