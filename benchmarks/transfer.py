@@ -27,7 +27,7 @@ from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.disaggregation.connector import TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings, prefill_request
-from snapstream.engine.transfers import TicketIssued
+from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import EngineWorker, Stop, Submit
 from snapstream.llm import LLM
 from snapstream.plan.memory import row_sizes

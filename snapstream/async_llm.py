@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from snapstream.config import EngineOptions
 from snapstream.engine.client import News, OutputReader
-from snapstream.engine.stats import EngineStats
+from snapstream.engine.worker import EngineStats
 from snapstream.llm import LLM, Message, Prompt, RequestOptions
 from snapstream.types import Request, RequestOutput, SamplingParams, only
 

@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import RequestDelta, grow
-from snapstream.engine.stats import EngineStats
 from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import (
     Abort,
     Deltas,
+    EngineStats,
     EngineWorker,
     FromEngine,
     Probe,

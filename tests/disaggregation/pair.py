@@ -16,8 +16,7 @@ from snapstream.disaggregation.protocol import (
     request_from_bytes,
     request_to_bytes,
 )
-from snapstream.engine.core import Engine
-from snapstream.engine.transfers import TicketIssued
+from snapstream.engine.core import Engine, TicketIssued
 from snapstream.llm import LLM
 from snapstream.startup.build import make_connector
 from snapstream.step import KVTransferFailed

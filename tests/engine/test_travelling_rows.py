@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
-from snapstream.engine.core import Engine
-from snapstream.engine.transfers import TicketIssued
+from snapstream.engine.core import Engine, TicketIssued
 from snapstream.engine.validate import QueueFull
 from snapstream.step import KVTransferFailed, PrefillEntry
 from snapstream.types import FinishReason, Grammar, Request, RowTicket, SamplingParams

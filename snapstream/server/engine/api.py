@@ -18,8 +18,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.engine.request_state import RequestDelta, SampleDelta
-from snapstream.engine.stats import EngineStats
-from snapstream.engine.worker import FromEngine
+from snapstream.engine.worker import EngineStats, FromEngine
 from snapstream.plan.memory import DraftMemory
 from snapstream.server.options import STREAM_INTERVAL_MS
 from snapstream.types import Request

@@ -28,8 +28,7 @@ from typing import Any
 
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import Channel, EngineClient, Item, News, Reader
-from snapstream.engine.stats import add_totals, without_gauges
-from snapstream.engine.transfers import TicketIssued
+from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import (
     Deltas,
     Ping,
@@ -38,6 +37,8 @@ from snapstream.engine.worker import (
     Stats,
     Stop,
     ToEngine,
+    add_totals,
+    without_gauges,
 )
 from snapstream.server.engine.api import (
     EngineDead,

@@ -34,7 +34,7 @@ from snapstream.disaggregation.protocol import (
     proof_of,
     request_to_bytes,
 )
-from snapstream.engine.transfers import TicketIssued
+from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.engine.api import EngineDead, EngineMetadata, ModelMetadata, RequestDelta
 from snapstream.step import KVTransferFailed

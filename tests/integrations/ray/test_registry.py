@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from snapstream.config import EngineConfig, KVBudget, PrefixStoreConfig
-from snapstream.engine.stats import EngineStats
+from snapstream.engine.worker import EngineStats
 from snapstream.integrations.ray.registry import (
     NUM_TICKS,
     Leases,

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import KVBudget
 from snapstream.disaggregation.protocol import TransferSettings, digest_of, has_digest, proof_of
-from snapstream.engine.transfers import TicketIssued
+from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead, ModelMetadata
