@@ -74,8 +74,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
     clock = Clock()
-    monkeypatch.setattr(replica, "monotonic", clock)
-    monkeypatch.setattr(replica, "TICK_S", 0.0)  # a tick for every turn of the loop
+    monkeypatch.setattr(actors, "monotonic", clock)
+    monkeypatch.setattr(actors, "TICK_S", 0.0)  # a tick for every turn of the loop
     context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="a"))
     monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     yield clock
@@ -87,7 +87,7 @@ Test = Callable[[Any, ScriptedEngine], Awaitable[None]]
 def run(monkeypatch: pytest.MonkeyPatch, test: Test) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        monkeypatch.setattr(replica, "EngineProcess", lambda spec, *, stall_timeout_s, make_prefill: engine)
+        monkeypatch.setattr(actors, "EngineProcess", lambda spec, *, stall_timeout_s, make_prefill: engine)
         server: Any = object.__new__(actors.EngineReplica)
         await server.__init__(EngineSpec(model="m"), 0.0)
         await test(server, engine)
