@@ -28,7 +28,7 @@ from snapstream.kernels.interface import Kernels, bind
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.sharding import Share
-from snapstream.plan.predict import LINKS, Predictor
+from snapstream.plan.plan import LINKS, Predictor
 from snapstream.step import StepPlan
 
 RANK = 0  # has the first lines of the vocabulary, so that drawn and pretended tokens are its own

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli import bench, chat, checkpoints, compress, generate, plan, proxy, serve
+from snapstream.cli import bench, chat, checkpoints, compress, generate, plan, serve
 from snapstream.cli.flags import AliasedCommand, Command, as_command
 from snapstream.version import __version__
 
@@ -63,7 +63,7 @@ _add(serve.serve, serve.HELP, "Serve a model over HTTP, as the OpenAI API.")
 _add(serve.deploy, serve.DEPLOY_HELP, "Serve replicas of a model on Ray Serve.")
 _add(serve.worker, serve.WORKER_HELP, "Run worker ranks of an engine on another machine.")
 _add(compress.compress, compress.HELP, "Shorten a long text with a small draft model.")
-_add(proxy.proxy, proxy.HELP, "Compress long prompts in front of any OpenAI-compatible server.")
+_add(compress.proxy, compress.PROXY_HELP, "Compress long prompts in front of any OpenAI-compatible server.")
 _add(checkpoints.quantize, checkpoints.QUANTIZE_HELP, "Write a checkpoint whose layers are int8 or int4.")
 _add(checkpoints.calibrate, checkpoints.CALIBRATE_HELP, "Measure which kv heads of a model need slots.")
 _add(demo, None, "Watch a small model answer from a fraction of its cache.")

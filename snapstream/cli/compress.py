@@ -1,19 +1,31 @@
-"""``snapstream compress``: options to a ``PromptCompressor``; text in, shorter text and report out."""
+"""``snapstream compress``: text in, shorter text and report out; ``snapstream proxy``: the same in front of a server.
+
+Torch is imported only when they run.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from snapstream.cli.flags import DraftFlags, decode_text, read_stdin
 from snapstream.config.engine import setting
+from snapstream.proxy.options import ProxyOptions
+from snapstream.server.options import all_keys, answered_hosts
 from snapstream.spec_prefill.report import CompressionReport
 from snapstream.spec_prefill.settings import Mode, Snap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from snapstream.spec_prefill.compressor import PromptCompressor
+
 
 HELP = """Shorten a long text with a small draft model; the text goes to stdout, one summary line to stderr.
 
@@ -129,3 +141,51 @@ def _messages_of(source: str) -> list[dict[str, Any]]:
     if not isinstance(data, list) or not all(isinstance(message, dict) and "role" in message for message in data):
         raise ValueError("--messages needs a JSON list of messages, each with a role and a content")
     return data
+
+
+PROXY_HELP = """Compress long prompts with a small draft model, in front of any OpenAI-compatible server.
+
+Answers pass through untouched; the header x-snapstream-prompt-compression says what was done to the prompt.
+
+\b
+Examples:
+  snapstream proxy --upstream http://localhost:8000 --keep 0.25
+  snapstream proxy --upstream https://api.example.com/v1 --draft Qwen3-0.6B/ --max-tokens 16384 --target Llama-3.1-8B/
+"""
+
+
+def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
+    try:
+        from snapstream.proxy.app import run_proxy
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
+    from snapstream.server.http.lifecycle import listen, set_up_log
+    from snapstream.spec_prefill.settings import chunks_of, protection_of, scoring_of
+
+    options = replace(
+        options,
+        api_keys=all_keys(options.api_keys, options.api_key_file),
+        allowed_hosts=answered_hosts(options.host, options.allowed_hosts),
+    )
+    set_up_log("text")
+    for name in ("httpx", "httpcore"):  # httpx logs whole URLs, and a query may hold a key
+        logging.getLogger(name).setLevel(logging.WARNING)
+    scoring = scoring_of(options.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer)
+    chunks = chunks_of(draft.chunk_len)
+
+    def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:
+        from snapstream.models.tokenizer import load_tokenizer
+        from snapstream.spec_prefill.compressor import PromptCompressor
+
+        compressor = PromptCompressor(
+            draft.folder,
+            scoring=scoring,
+            chunks=chunks,
+            protection=protection_of(options.threshold),
+            dtype=draft.dtype,
+            device=draft.device,
+        )
+        return compressor, None if options.target is None else load_tokenizer(options.target)
+
+    with listen(options.host, options.port) as listener:  # a taken port fails before anything is loaded
+        run_proxy(load, options, listener)

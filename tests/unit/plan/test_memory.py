@@ -14,6 +14,7 @@ from rich.console import Console
 
 from benchmarks.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MIXTRAL_8X7B, QWEN3_30B
 from snapstream.cli.__main__ import main
+from snapstream.cli.plan import print_plan
 from snapstream.config import EngineOptions, ModelConfig, PrefixStoreConfig, as_prefix_store
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.models.sharding import (
@@ -27,7 +28,6 @@ from snapstream.models.weights import DecoderWeights
 from snapstream.plan.fit import resolve_chunking
 from snapstream.plan.memory import engine_memory
 from snapstream.plan.plan import Device, make_plan
-from snapstream.plan.report import print_plan
 from snapstream.startup.measure import HostMemory, host_memory
 from snapstream.startup.notes import describe_store
 from snapstream.startup.resolve import Machine, resolve

@@ -10,6 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from snapstream.cli.plan import print_plan
 from snapstream.config import EngineOptions, ModelConfig, ReselectionConfig, make_selector
 from snapstream.kernels.pytorch import CHUNK
 from snapstream.kv.cache import KVCache
@@ -19,7 +20,6 @@ from snapstream.models.sharding import decode_weight_bytes
 from snapstream.models.views import StagingBuffers
 from snapstream.plan.memory import FRAMEWORK_BYTES, SCORING_KEYS, DraftMemory, draft_memory, prefill_memory
 from snapstream.plan.plan import Device, Plan, default_budgets, make_plan
-from snapstream.plan.report import print_plan
 from snapstream.spec_prefill.settings import ScoringSettings
 
 GIB = 2**30

@@ -17,8 +17,7 @@ from snapstream.config.values import parse_flops
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.plan.fit import engine_config
 from snapstream.plan.memory import EngineMemory, engine_memory
-from snapstream.plan.plan import make_plan
-from snapstream.plan.predict import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE, Link, Predictor
+from snapstream.plan.plan import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE, Link, Predictor, make_plan
 
 R1 = replace(model_config_from_dict(DEEPSEEK_V3), stored=StoredWeights(quantized=WeightFormat(dtype="fp8")))
 FORMS = WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
