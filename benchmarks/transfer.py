@@ -31,7 +31,7 @@ from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import EngineWorker, Stop, Submit
 from snapstream.llm import LLM
 from snapstream.plan.memory import row_sizes
-from snapstream.server.engine.process_main import PipePort
+from snapstream.server.engine.process import PipePort
 from snapstream.startup.build import engine_fingerprint
 from snapstream.types import Request, SamplingParams
 

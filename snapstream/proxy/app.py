@@ -32,7 +32,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from snapstream.proxy.options import ProxyOptions
 from snapstream.server.apis import APIS
 from snapstream.server.http.connections import ConnectionGuard, abort_connection
 from snapstream.server.http.errors import ApiError, SelectApi, add_error_handlers, api_of, bad_value
@@ -55,6 +54,7 @@ from snapstream.server.http.requests import (
     frame,
     run_until_disconnect,
 )
+from snapstream.server.options import ProxyOptions
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import CompressionSummary
 from snapstream.version import __version__
@@ -62,8 +62,7 @@ from snapstream.version import __version__
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.compressor import CompressionReport, PromptCompressor
 
 
 log = logging.getLogger(__name__)

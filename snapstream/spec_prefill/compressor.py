@@ -20,7 +20,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -31,12 +31,74 @@ from snapstream.models.chat_template import render_chat
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.spec_prefill.draft import Draft, ReadText, chunk_means
 from snapstream.spec_prefill.protection import Candidate, Cutter, Span, candidates, check_spans, chunk_spans, merged
-from snapstream.spec_prefill.report import CompressedIds, CompressedText, CompressionReport, ScoredChunk, TextReport
 from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, ScoringSettings, check_amount
-from snapstream.types import as_conversation, as_text, check_texts, is_list, named
+from snapstream.types import CompressionSummary, as_conversation, as_text, check_texts, is_list, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredChunk:
+    """Some draft tokens of a text: characters ``start .. end - 1``, their mean score, and whether they were chosen."""
+
+    start: int
+    end: int
+    score: float
+    is_kept: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextReport:
+    """One text that was cut: the whole prompt, or the content of a message."""
+
+    message: int | None  # index of the message; None for a plain text
+    part: int | None  # index of the content part, where the content is a list
+    text: str  # the source
+    spans: tuple[tuple[int, int], ...]  # characters that are still there, ascending and disjoint
+    chunks: tuple[ScoredChunk, ...]  # the candidates; what lies outside them was protected
+    num_draft_tokens: int  # of the candidates
+    num_passages: int  # in which the draft read them; 0: from the cache
+    is_code: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressionReport(CompressionSummary):
+    """The summary, the draft's own counts, and the scores of every text."""
+
+    counted_with: str  # "target", or "draft" where the target's tokenizer is not known
+    draft_tokens_before: int
+    draft_tokens_after: int
+    texts: tuple[TextReport, ...] = ()
+
+    def as_dict(self, *, with_text: bool = False) -> dict[str, Any]:
+        """Plain data for JSON; the source texts only if asked for."""
+        data = asdict(self) | {"is_applied": self.is_applied, "ratio": self.ratio}
+        if not with_text:
+            for text in data["texts"]:
+                del text["text"]
+        return data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedText:
+    """A shorter prompt and how it came about: a ``text`` if a text was given, else ``messages``.
+
+    Roles, order and everything but the contents of messages are as they were.
+    """
+
+    text: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    report: CompressionReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedIds:
+    """Kept token ids of a prompt and the positions they had in it, for a target with the draft's own tokenizer."""
+
+    token_ids: tuple[int, ...]
+    positions: tuple[int, ...]
+    report: CompressionReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,8 @@ from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from snapstream.spec_prefill.compressor import PromptCompressor, with_texts
+from snapstream.spec_prefill.compressor import CompressedText, PromptCompressor, with_texts
 from snapstream.spec_prefill.protection import Candidate, Span, candidates
-from snapstream.spec_prefill.report import CompressedText
 from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
 from snapstream.types import CompressionSummary
 

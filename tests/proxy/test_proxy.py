@@ -18,8 +18,8 @@ import openai
 import pytest
 
 from snapstream.proxy.app import run_proxy
-from snapstream.proxy.options import ProxyOptions
 from snapstream.server.http.lifecycle import listen
+from snapstream.server.options import ProxyOptions
 from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream, on_socket
 from tests.waiting import HANG_S, until
 
@@ -305,7 +305,7 @@ def test_the_upstream_may_end_in_v1() -> None:
 SLOW = """
 import sys
 from snapstream.proxy.app import run_proxy
-from snapstream.proxy.options import ProxyOptions
+from snapstream.server.options import ProxyOptions
 from snapstream.server.http.lifecycle import listen
 from snapstream.server.http.lifecycle import set_up_log
 

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp
 
 from snapstream.proxy.app import make_proxy, proxy_config
-from snapstream.proxy.options import ProxyOptions
+from snapstream.server.options import ProxyOptions
 from snapstream.spec_prefill.settings import Protection
 from snapstream.types import CompressionSummary
 from tests.waiting import HANG_S, until

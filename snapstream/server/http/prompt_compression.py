@@ -25,8 +25,7 @@ from snapstream.types import CompressionSummary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.report import CompressionReport
+    from snapstream.spec_prefill.compressor import CompressionReport, PromptCompressor
 
 log = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from snapstream.engine.worker import Beat, EngineWorker, Ping, Stats, Stop, ToEn
 from snapstream.llm import LLM
 from snapstream.server.engine import process
 from snapstream.server.engine.api import EngineDead, EngineSpec
-from snapstream.server.engine.process import EngineProcess
-from snapstream.server.engine.process_main import Heartbeat, build
+from snapstream.server.engine.process import EngineProcess, Heartbeat, build
 from snapstream.server.telemetry import Metrics
 from snapstream.startup.build import build_runner
 from snapstream.types import SamplingParams

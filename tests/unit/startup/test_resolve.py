@@ -22,7 +22,7 @@ from snapstream.plan.fit import MAX_AUTO_ROWS
 from snapstream.plan.memory import DraftMemory, engine_memory, prefix_store_bytes
 from snapstream.plan.plan import Device, make_plan
 from snapstream.server.engine.api import EngineSpec
-from snapstream.server.engine.process_main import build
+from snapstream.server.engine.process import build
 from snapstream.server.options import ServeOptions
 from snapstream.server.run import draft_memory_of
 from snapstream.startup import measure
