@@ -1,20 +1,28 @@
 """``make_app``: the server as one ASGI application over any ``AsyncEngine``.
 
-Invariant: every error has the form of the request's API, also for unknown paths, wrong methods and our own bugs.
+Invariants: every error has the form of the request's API, also for unknown paths, wrong methods and our own bugs. A
+prefill server refuses a request without the transfer secret before its body is read, and aborts a request whose decode
+server disconnects.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Response
+from fastapi import Request as HttpRequest
+from fastapi.responses import JSONResponse
 
+from snapstream.disaggregation.protocol import HEADER, digest_of, has_digest, prefill_request_id, request_from_bytes
 from snapstream.server.apis import APIS
 from snapstream.server.engine.api import AsyncEngine, ModelMetadata
+from snapstream.server.engine.remote_prefill import CHECK_PATH, PREFILL_PATH, compatibility_info, transfer_error
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.errors import FaultCount, SelectApi, add_error_handlers
+from snapstream.server.http.errors import ApiError, FaultCount, SelectApi, add_error_handlers, api_of, bad_value
 from snapstream.server.http.lifecycle import status_routes
 from snapstream.server.http.middleware import (
     REQUEST_ID,
@@ -25,13 +33,15 @@ from snapstream.server.http.middleware import (
     NormalizePath,
     RequestId,
     SingleBodyLength,
+    log_refusal,
 )
+from snapstream.server.http.requests import Admission, RequestContext, run_until_disconnect
 from snapstream.server.openai.routes import tokenizer_routes
 from snapstream.server.openai.state import CheckPrefill, ServerState, no_prefill_check
 from snapstream.server.options import ServerSettings
 from snapstream.server.page import page_routes
-from snapstream.server.roles import peer_routes
 from snapstream.server.telemetry import TraceRequests, Tracing
+from snapstream.types import Request
 from snapstream.version import __version__
 
 if TYPE_CHECKING:
@@ -106,3 +116,78 @@ def make_app(
     app.add_middleware(SelectApi, apis=APIS)
     app.add_middleware(HeadAsGet)
     return app
+
+
+# The routes of a server with --role prefill.
+
+log = logging.getLogger(__name__)
+
+
+def _bad_proof(http: HttpRequest) -> ApiError:
+    log_refusal("a request without the transfer secret was refused", http.scope)
+    return ApiError(401, "This route is for servers that know the transfer secret.", code="invalid_proof")
+
+
+@dataclass(eq=False)
+class PrefillRequests:
+    """Prompts that this server prefills for decode servers."""
+
+    admission: Admission
+    engine: AsyncEngine
+    secret: bytes
+    num_tokens: int = 0
+
+    async def answer(self, http: HttpRequest) -> Response:
+        digest = digest_of(self.secret, PREFILL_PATH, http.headers.get(HEADER, ""))
+        if digest is None:
+            raise _bad_proof(http)
+        context = RequestContext(
+            self.admission.open_requests, http.state.own_id, http.state.request_id, http.url.path, api_of(http.scope)
+        )
+
+        async def work() -> Response:
+            body = await self.admission.read_bytes(http, context)
+            if not has_digest(body, digest):
+                raise bad_value("the body is not the one that the proof is for", None, "invalid_proof")
+            return await run_until_disconnect(http.receive, self._prefill(request_from_bytes(body)))
+
+        return await self.admission.handle(context, work)
+
+    async def _prefill(self, request: Request) -> Response:
+        assert request.ticket is not None
+        own = replace(request, request_id=prefill_request_id(request.ticket))
+        num_tokens = len(request.prompt_token_ids)
+        self.num_tokens += num_tokens
+        try:
+            problem = await transfer_error(self.engine.generate(own))
+        finally:
+            self.num_tokens -= num_tokens
+        if problem:
+            log.warning("a row was not sent: %s", problem)
+            raise ApiError(502, f"the row was not sent: {problem}", kind="api_error", code="row_not_sent")
+        return JSONResponse({"queued_tokens": self.num_tokens})
+
+
+def peer_routes(
+    admission: Admission,
+    engine: AsyncEngine,
+    secret: bytes,
+    require_ready: Callable[[], None],
+    metadata: Callable[[], ModelMetadata],
+) -> APIRouter:
+    """Routes for other servers; they are not in /openapi.json."""
+    router, prefills = APIRouter(), PrefillRequests(admission, engine, secret)
+
+    @router.post(PREFILL_PATH, include_in_schema=False)
+    async def prefill(request: HttpRequest) -> Response:
+        return await prefills.answer(request)
+
+    @router.get(CHECK_PATH, include_in_schema=False)
+    async def check(request: HttpRequest) -> Response:
+        digest = digest_of(secret, CHECK_PATH, request.headers.get(HEADER, ""))
+        if digest is None or not has_digest(b"", digest):
+            raise _bad_proof(request)
+        require_ready()
+        return JSONResponse(compatibility_info(metadata()))
+
+    return router

@@ -2,8 +2,9 @@
 
         socket bound -> loading (503) -> ready -> SIGTERM: draining (503, running streams go on) -> ended
 
-Invariant: the socket is bound before anything is loaded, so a taken port fails at once; whatever happens, the engine
-process is ended before ``serve`` returns. A second signal ends the server without waiting.
+Invariants: options that a role (``--role``) does not use are refused by name before anything is loaded. The socket is
+bound before anything is loaded, so a taken port fails at once; whatever happens, the engine process is ended before
+``serve`` returns. A second signal ends the server without waiting.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from snapstream.config import AutoCount, EngineOptions
+from snapstream.config.values import is_loopback
+from snapstream.disaggregation.protocol import TransferSettings, read_secret
 from snapstream.kv.prefix_folder import folder_secret
 from snapstream.models.chat_template import TemplateFault, check_template
 from snapstream.models.registry import read_model_config
@@ -27,7 +31,7 @@ from snapstream.server.apis import APIS
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineSpec, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.engine.remote_prefill import PrefillFailed
+from snapstream.server.engine.remote_prefill import PrefillBackend, PrefillFailed, PrefillServers, check_urls
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.lifecycle import (
     StartupApp,
@@ -39,7 +43,6 @@ from snapstream.server.http.lifecycle import (
 )
 from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
-from snapstream.server.roles import engine_options, make_prefill, transfer_settings
 from snapstream.server.telemetry import Tracing, otlp_tracing
 from snapstream.spec_prefill.settings import protection_of
 
@@ -59,6 +62,49 @@ def most_requests(max_rows: AutoCount, max_waiting: int) -> int:
     """HTTP requests that may be open at once beside an engine of this size; ``max_waiting`` 0 means no bound there."""
     rows = MAX_AUTO_ROWS if max_rows == "auto" else max_rows
     return rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS
+
+
+def transfer_settings(options: ServeOptions) -> TransferSettings | None:
+    """ValueError for addresses where prompts or rows would be sent unencrypted to another machine."""
+    if options.role == "both":
+        return None
+    check_urls(options.prefill)
+    if options.role == "prefill" and not is_loopback(options.host) and options.tls_cert is None:
+        raise ValueError(
+            f"--host is {options.host}, which other machines reach, and prompts arrive there: --role prefill needs "
+            "--tls-cert and --tls-key, or a loopback address"
+        )
+    is_receiver = options.role == "decode"
+    return TransferSettings(
+        secret=read_secret(options.transfer_secret_file),
+        host=(options.transfer_host or "127.0.0.1") if is_receiver else None,
+        port=options.transfer_port,
+        cert=options.tls_cert if is_receiver else None,
+        key=options.tls_key if is_receiver else None,
+        ca=options.transfer_ca,
+    )
+
+
+def engine_options(options: ServeOptions, engine: EngineOptions) -> EngineOptions:
+    """The engine's options, without those that the role does not use."""
+    if options.role == "prefill" and options.draft is not None:
+        raise ValueError(
+            "--draft compresses prompts where clients send them; give it to the servers with --role decode"
+        )
+    if options.role != "decode":
+        return engine
+    if engine.prefix_dir is not None or engine.prefix_store not in (None, "auto"):
+        raise ValueError("--prefix-store and --prefix-dir are for prefill servers: --role prefill")
+    return replace(engine, prefix_store=None)
+
+
+def make_prefill(
+    options: ServeOptions, transfer: TransferSettings | None
+) -> Callable[[EngineProcess], PrefillBackend] | None:
+    """Remote prefill for an engine with the role decode."""
+    if options.role != "decode" or transfer is None:
+        return None
+    return lambda engine: PrefillServers(options.prefill, transfer, lambda: engine.metadata)
 
 
 def prepare(model: Path, engine: EngineOptions, options: ServeOptions) -> tuple[EngineSpec, ServerSettings]:
