@@ -220,6 +220,10 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class QueueFull(RuntimeError):
+    """Too many requests are queued; the caller may try again later."""
+
+
 class FinishReason(StrEnum):
     """Values are those of the OpenAI API, if it has one."""
 

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import RequestDelta, grow
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import (
     Abort,
     Deltas,
@@ -43,7 +42,7 @@ from snapstream.engine.worker import (
     ToEngine,
     WhenIdle,
 )
-from snapstream.types import Request, RequestOutput, SampleOutput
+from snapstream.types import QueueFull, Request, RequestOutput, SampleOutput
 
 EXIT_S = 10.0  # how long an exiting interpreter waits for the current step
 

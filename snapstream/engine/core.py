@@ -30,7 +30,7 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.prefix_cache import PrefixStats
 from snapstream.engine.request_state import CachingTokenizer, LiveRequest, LiveSample, Tokenizer, live_request
 from snapstream.engine.scheduler import PlannedStep, Scheduler
-from snapstream.engine.validate import QueueFull, check_request
+from snapstream.engine.validate import check_request
 from snapstream.step import (
     DraftResult,
     KVConnector,
@@ -42,7 +42,7 @@ from snapstream.step import (
     Runner,
     StepResult,
 )
-from snapstream.types import FinishReason, Logprob, Request, RequestOutput, RowTicket, SamplingParams
+from snapstream.types import FinishReason, Logprob, QueueFull, Request, RequestOutput, RowTicket, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

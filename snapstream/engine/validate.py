@@ -14,10 +14,6 @@ from snapstream.config.kv import is_shipped
 from snapstream.types import MAX_PRIORITY, Request
 
 
-class QueueFull(RuntimeError):
-    """Too many requests are queued; the caller may try again later."""
-
-
 def check_request(request: Request, config: EngineConfig, *, vocab_size: int, has_tokenizer: bool) -> None:
     """Raise InvalidValue, naming value, limit and field, if the request could never be served."""
     sampling = request.sampling

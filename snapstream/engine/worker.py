@@ -17,9 +17,8 @@ from typing import Any, Literal, Protocol
 from snapstream.engine.core import Engine, TicketIssued
 from snapstream.engine.prefix_cache import PrefixStats
 from snapstream.engine.request_state import DeltaTracker, RequestDelta, SampleDelta
-from snapstream.engine.validate import QueueFull
 from snapstream.step import KVTransferFailed
-from snapstream.types import Request, RequestOutput
+from snapstream.types import QueueFull, Request, RequestOutput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

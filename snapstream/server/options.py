@@ -1,4 +1,4 @@
-"""Options of ``snapstream serve`` and ``snapstream proxy``, whose fields are their flags (``cli/flags.py``), and settings.
+"""Options of ``snapstream serve`` and ``snapstream proxy``, whose fields are their flags, and settings of the server.
 
 Ray's config has the parts ``ListenOptions`` and ``ApiOptions``. Invariant: every limit that a client can run into is a
 number here or in ``EngineConfig``; handlers hold none. No package of the extra ``serve`` is imported here: ``--help``

@@ -16,7 +16,7 @@ import pytest
 from snapstream import LLM, AsyncLLM, SamplingParams
 from snapstream.assets import TINY_MODEL
 from snapstream.engine.core import Engine
-from snapstream.engine.validate import QueueFull
+from snapstream.types import QueueFull
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import HANG_S, until_async
 

@@ -14,10 +14,9 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.admission import LEAST_TOKENS, unit_work
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import RequestDelta, sample_seed
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Abort, Deltas, EngineWorker, FromEngine, Stop, Submit, ToEngine
 from snapstream.step import JobSpec, PendingStep, StepPlan, StepResult
-from snapstream.types import NOT_FINITE, FinishReason, Request, SamplingParams
+from snapstream.types import NOT_FINITE, FinishReason, QueueFull, Request, SamplingParams
 from tests.engine.alone import HalfLetters
 from tests.engine.build import abort, config_of, drain, engine_of, request_of
 from tests.engine.fake_runner import FakeRunner

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from snapstream.config import Chunking, EngineConfig, KVBudget
 from snapstream.engine.core import Engine, TicketIssued
-from snapstream.engine.validate import QueueFull
 from snapstream.step import KVTransferFailed, PrefillEntry
-from snapstream.types import FinishReason, Grammar, Request, RowTicket, SamplingParams
+from snapstream.types import FinishReason, Grammar, QueueFull, Request, RowTicket, SamplingParams
 from tests.engine.alone import EOS, VOCAB_SIZE, LetterTokenizer, run_alone
 from tests.engine.build import abort, config_of, drain, engine_of, request_of
 from tests.engine.fake_connector import FakeConnector

@@ -11,12 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import suppress
 
 from snapstream.async_llm import LoopChannel
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import without_gauges
 from snapstream.llm import LLM
 from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta
 from snapstream.server.engine.process import read_deltas
-from snapstream.types import Request
+from snapstream.types import QueueFull, Request
 
 log = logging.getLogger(__name__)
 

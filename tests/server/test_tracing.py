@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
 from snapstream.server.options import ServerSettings
 from snapstream.server.telemetry import RequestTimes, Tracing, otlp_tracing, parts
+from snapstream.types import QueueFull
 from tests.server.app_client import CHAT, HI, TEXT, AppClient, client
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, tokenizer
 

@@ -28,7 +28,6 @@ from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray.certificates import receiver_settings, sender_settings
 from snapstream.integrations.ray.config import DeployConfig
@@ -41,7 +40,7 @@ from snapstream.server.engine.process import EngineProcess
 from snapstream.server.http.lifecycle import set_up_log
 from snapstream.server.http.middleware import REQUEST_ID
 from snapstream.server.options import Role, ServerSettings
-from snapstream.types import Request
+from snapstream.types import QueueFull, Request
 
 
 class HandleReplicas:

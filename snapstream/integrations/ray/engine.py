@@ -21,11 +21,10 @@ from uuid import uuid4
 
 from snapstream.config import EngineConfig
 from snapstream.disaggregation.protocol import prefill_request, prefill_request_id
-from snapstream.engine.validate import QueueFull
 from snapstream.integrations.ray.registry import DeltaBatch, ReplicaRegistry, Report, Route, route_key
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta
 from snapstream.server.engine.remote_prefill import AVOID_S, PrefillFailed, transfer_error
-from snapstream.types import Request, RowTicket
+from snapstream.types import QueueFull, Request, RowTicket
 
 log = logging.getLogger(__name__)
 

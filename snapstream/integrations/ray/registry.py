@@ -22,10 +22,9 @@ from typing import Any, Literal, Protocol
 
 from snapstream.config import EngineConfig
 from snapstream.engine.prefix_cache import chain_of
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas, add_totals, without_gauges
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats
-from snapstream.types import Request
+from snapstream.types import QueueFull, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

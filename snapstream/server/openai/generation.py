@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from fastapi import Response
 
-from snapstream.engine.validate import QueueFull
 from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
 from snapstream.server.http.errors import ApiError, not_finite
 from snapstream.server.http.prompt_compression import compression_field
@@ -36,7 +35,7 @@ from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import plan_answer, template_tools
 from snapstream.server.telemetry import Metrics, RequestWatch
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, Request
+from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, QueueFull, Request
 
 RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
 MAX_RETRY_S = 1.0

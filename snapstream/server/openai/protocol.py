@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
 
-from snapstream.engine.validate import QueueFull
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.http.errors import ApiError, ContextLengthError, bad_value, queue_full, unavailable
 from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, object_of
+from snapstream.types import QueueFull
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}

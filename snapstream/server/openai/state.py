@@ -17,8 +17,8 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from snapstream.config import KVBudget, Selector
+from snapstream.grammar import GrammarChecker
 from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta, SampleDelta
-from snapstream.server.engine.grammar import GrammarChecker
 from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable

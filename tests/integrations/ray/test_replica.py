@@ -12,12 +12,11 @@ import pytest
 
 pytest.importorskip("ray")
 
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray import actors
 from snapstream.integrations.ray.registry import DeltaBatch, Fault, Route
 from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats, RequestDelta, SampleDelta
-from snapstream.types import FinishReason, Request, SamplingParams
+from snapstream.types import FinishReason, QueueFull, Request, SamplingParams
 from tests.integrations.ray.test_replicated_engine import FACTS
 from tests.waiting import until_async
 

@@ -10,13 +10,12 @@ import pytest
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray.engine import MAX_TRIES, ReplicaLost, ReplicatedEngine
 from snapstream.integrations.ray.registry import DeltaBatch, Fault, Load, Report, Route
 from snapstream.models.registry import read_model_config
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta, SampleDelta
-from snapstream.types import FinishReason, Request, SamplingParams
+from snapstream.types import FinishReason, QueueFull, Request, SamplingParams
 from tests.waiting import until_async
 
 FACTS = EngineMetadata(

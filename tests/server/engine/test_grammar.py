@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from snapstream.assets import TINY_MODEL
-from snapstream.engine.validate import QueueFull
-from snapstream.server.engine.grammar import GrammarChecker
-from snapstream.types import Grammar
+from snapstream.grammar import GrammarChecker
+from snapstream.types import Grammar, QueueFull
 from tests.waiting import HANG_S, until_async
 
 HANGS = Grammar.json_schema({"allOf": [{"type": "integer", "multipleOf": n} for n in (10007, 10009, 10037)]})

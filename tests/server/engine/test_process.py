@@ -22,7 +22,6 @@ import pytest
 
 from benchmarks.server_process import is_running
 from snapstream.config import EngineOptions
-from snapstream.engine.validate import QueueFull
 from snapstream.engine.worker import Beat, EngineWorker, Ping, Stats, Stop, ToEngine
 from snapstream.llm import LLM
 from snapstream.server.engine import process
@@ -30,7 +29,7 @@ from snapstream.server.engine.api import EngineDead, EngineSpec
 from snapstream.server.engine.process import EngineProcess, Heartbeat, build
 from snapstream.server.telemetry import Metrics
 from snapstream.startup.build import build_runner
-from snapstream.types import SamplingParams
+from snapstream.types import QueueFull, SamplingParams
 from tests.server.engine.running import (
     BUDGET,
     LONG,

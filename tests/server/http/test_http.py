@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 import pytest
 
-from snapstream.engine.validate import QueueFull
 from snapstream.server.http.connections import ConnectionLimits
 from snapstream.server.http.errors import queue_full
 from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.options import ServerSettings
+from snapstream.types import QueueFull
 from tests.server.app_client import CHAT, HI, JSON, TEXT, AppClient, call, client, error_of
 from tests.server.app_server import running_server
 from tests.server.fake_engine import FakeEngine

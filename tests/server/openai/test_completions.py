@@ -114,7 +114,7 @@ def test_echo_of_the_prompt_alone() -> None:
 
 def test_a_full_queue_only_delays_later_prompts() -> None:
     """The first prompt decides about 429; a batch larger than the queue is served piece by piece."""
-    from snapstream.engine.validate import QueueFull
+    from snapstream.types import QueueFull
 
     class OneAtATime(FakeEngine):
         async def generate(self, request: Any) -> Any:
@@ -147,8 +147,8 @@ def test_no_more_prompts_are_submitted_than_there_are_rows() -> None:
 
 
 def test_a_prompt_that_waits_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    from snapstream.engine.validate import QueueFull
     from snapstream.server.openai import generation
+    from snapstream.types import QueueFull
 
     monkeypatch.setattr(generation, "RETRY_S", 0.02)
     monkeypatch.setattr(generation, "MAX_RETRY_S", 0.08)

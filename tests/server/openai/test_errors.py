@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from snapstream.engine.validate import QueueFull
 from snapstream.models import chat_template
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.openai.protocol import ChatBody, CompletionBody
+from snapstream.types import QueueFull
 from tests.server.app_client import CHAT, HI, JSON, TEXT, TOOLS, call, client, error_of, frames
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 

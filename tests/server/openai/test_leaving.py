@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from snapstream.engine.validate import QueueFull
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.options import ServerSettings
+from snapstream.types import QueueFull
 from tests.server.app_client import HI, client, samples
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 from tests.waiting import HANG_S

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from snapstream.config import KVBudget
-from snapstream.engine.validate import QueueFull
 from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.openai.protocol import ChatBody
+from snapstream.types import QueueFull
 from tests.server.app_client import CHAT, HI, TEXT, call, client, error_of, frames, samples
 from tests.server.app_server import Running, running_server
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids, tokenizer

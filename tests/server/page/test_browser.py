@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from snapstream.engine.validate import QueueFull
+from snapstream.types import QueueFull
 from tests.server import app_server
 from tests.server.app_server import Running, running_server
 from tests.server.fake_engine import tokenizer
