@@ -1,7 +1,7 @@
 """POST /v1/responses and /v1/responses/input_tokens, and stored responses: GET and DELETE /v1/responses/{id}, GET
 /v1/responses/{id}/input_items, POST /v1/responses/{id}/cancel.
 
-A request becomes a ``ChatBody`` (``protocol.py``) with the stored conversation that it continues (``store.py``), and
+A request becomes a ``ChatBody`` (``protocol.py``) with the stored conversation that it continues, and
 follows the chat path. Its answer is a response object, whole or as numbered events:
 
     response.created, response.in_progress,
@@ -46,6 +46,8 @@ from snapstream.server.responses.protocol import (
     REFUSED,
     Item,
     ResponsesBody,
+    ResponseStore,
+    RunningResponse,
     as_chat_choice,
     as_chat_tools,
     as_messages,
@@ -57,7 +59,6 @@ from snapstream.server.responses.protocol import (
     page_of,
     read_input,
 )
-from snapstream.server.responses.store import ResponseStore, RunningResponse
 from snapstream.types import FinishReason, Request
 
 Json = dict[str, Any]

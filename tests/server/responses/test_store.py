@@ -10,7 +10,7 @@ import pytest
 
 from snapstream.server.http.errors import ApiError
 from snapstream.server.options import ServerSettings
-from snapstream.server.responses.store import ResponseStore, RunningResponse
+from snapstream.server.responses.protocol import ResponseStore, RunningResponse
 from tests.server.app_client import AppClient, error_of
 from tests.server.fake_engine import ANSWER, FakeEngine
 from tests.server.templates import named_events, prompt_of, template_client
