@@ -1,8 +1,8 @@
 """POST /v1/responses and /v1/responses/input_tokens, and stored responses: GET and DELETE /v1/responses/{id}, GET
 /v1/responses/{id}/input_items, POST /v1/responses/{id}/cancel.
 
-A request becomes a ``ChatBody`` (``protocol.py``) with the stored conversation that it continues, and
-follows the chat path. Its answer is a response object, whole or as numbered events:
+A request becomes a ``ChatBody`` (``protocol.py``) with the stored conversation that it continues, and follows the chat
+path. Its answer is a response object, whole or as numbered events:
 
     response.created, response.in_progress,
     (output_item.added, content_part.added, delta ..., done, content_part.done, output_item.done) ...,
