@@ -89,7 +89,7 @@ class Grammar:
             raise ValueError(f"grammar kind is {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}")
         if not isinstance(self.text, str) or not self.text or len(self.text) > MAX_GRAMMAR_CHARS:
             what = f"has {len(self.text)} characters" if isinstance(self.text, str) else f"is {self.text!r}"
-            raise ValueError(f"grammar text {what}; it must be a text of 1 to {MAX_GRAMMAR_CHARS} characters")
+            raise ValueError(f"grammar text {what}; it must be a string of 1 to {MAX_GRAMMAR_CHARS} characters")
 
     @classmethod
     def json_object(cls) -> Self:
@@ -637,7 +637,7 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
             as_text(f"prompt {i}", item) if isinstance(item, str) else _as_ids(item, f"prompt {i}")
             for i, item in enumerate(items)
         ]
-    raise ValueError(f"prompts is {named(prompts)}; it must be a text, a list of token ids, or a list of these")
+    raise ValueError(f"prompts is {named(prompts)}; it must be a string, a list of token ids, or a list of these")
 
 
 def as_params(params: Any, count: int) -> list[SamplingParams]:
@@ -671,5 +671,5 @@ def as_conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 def _as_ids(value: Any, name: str) -> list[int]:
     if not is_list(value):
-        raise ValueError(f"{name} is {named(value)}; it must be a text or a list of token ids")
+        raise ValueError(f"{name} is {named(value)}; it must be a string or a list of token ids")
     return as_token_ids(name, value)

@@ -237,7 +237,7 @@ class Conversation:
         if name in self._commands:
             self._commands[name](rest.strip())
         elif name.startswith("/") and "\n" not in line and "/" not in name[1:]:
-            raise ValueError(f"{name} is no command; /help lists them")
+            raise ValueError(f"{name} is not a command; /help lists them")
         elif line.strip():
             self.answer(line)
         return False

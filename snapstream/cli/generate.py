@@ -128,7 +128,7 @@ def summary(output: RequestOutput, slots: int) -> str:
 
 
 def as_dict(output: RequestOutput) -> dict[str, Any]:
-    """What ``--json`` prints; ``compression`` and ``timings`` have the fields of ``request.py``."""
+    """What ``--json`` prints; ``compression`` and ``timings`` have the fields of ``types.py``."""
     return {
         "text": output.text,
         "token_ids": list(output.token_ids),

@@ -565,7 +565,7 @@ class EngineOptions(Settings):
         known = [field.name for field in fields(cls)]
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise TypeError(f"{unknown[0]} is no setting of an engine; the settings are {', '.join(known)}")
+            raise TypeError(f"{unknown[0]} is not a setting of an engine; the settings are {', '.join(known)}")
         return replace(cls() if options is None else options, **given)
 
 

@@ -111,7 +111,7 @@ class TransferSettings:
             self.server_context()
             self.certificate_digest()
         except (OSError, ValueError) as error:
-            raise ValueError(f"{self.cert} and {self.key} are no certificate and its key (PEM): {error}") from None
+            raise ValueError(f"{self.cert} and {self.key} are not a certificate and its key (PEM): {error}") from None
 
     def server_context(self) -> ssl.SSLContext | None:
         """Of the receiver; None without TLS."""

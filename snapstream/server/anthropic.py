@@ -355,7 +355,7 @@ def _kind(block: Any) -> Any:
 def _string(block: Mapping[str, Any], name: str, place: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
-        raise _bad(f"{place}.{name}", "must be a text")
+        raise _bad(f"{place}.{name}", "must be a string")
     return value
 
 

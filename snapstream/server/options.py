@@ -37,7 +37,7 @@ def set_text(options: Any, *names: str) -> None:
     """Check text fields of a frozen dataclass."""
     for name in names:
         value = getattr(options, name)
-        check(isinstance(value, str) and "\0" not in value, f"{name} is {value!r}; it must be a text")
+        check(isinstance(value, str) and "\0" not in value, f"{name} is {value!r}; it must be a string")
 
 
 def set_texts(options: Any, *names: str) -> None:
@@ -46,7 +46,7 @@ def set_texts(options: Any, *names: str) -> None:
         value = getattr(options, name)
         check(
             isinstance(value, (list, tuple)) and all(isinstance(each, str) and each for each in value),
-            f"{name} is {value!r}; it must be a list of texts, none of them empty",
+            f"{name} is {value!r}; it must be a list of strings, none of them empty",
         )
         object.__setattr__(options, name, tuple(value))
 

@@ -642,5 +642,5 @@ def _check_prompt(prompt: Any) -> None:
         as_text("prompt", prompt)
         return
     if not is_list(prompt) or not all(isinstance(message, Mapping) for message in prompt):
-        raise TypeError(f"prompt is {named(prompt)}; it must be a text, or a list of messages with role and content")
+        raise TypeError(f"prompt is {named(prompt)}; it must be a string, or a list of messages with role and content")
     check_texts("messages", prompt)

@@ -231,7 +231,7 @@ DECODE = ["--role", "decode", *READER]
         ([*DECODE, "--transfer-port", "99999"], "the transfer port is 99999"),
         ([*DECODE, "--transfer-ca", "/nowhere"], "is not a file"),
         (["--role", "prefill", "--transfer-ca", __file__], "certificates of authorities (PEM)"),
-        ([*DECODE, "--tls-cert", __file__, "--tls-key", __file__], "are no certificate and its key"),
+        ([*DECODE, "--tls-cert", __file__, "--tls-key", __file__], "are not a certificate and its key"),
         ([*DECODE, "--prefix-store", "1MiB"], "are for prefill servers"),
         (["--role", "prefill", "--host", "0.0.0.0"], "--role prefill needs --tls-cert and --tls-key"),
         (["--role", "prefill", "--draft", "x"], "give it to the servers with --role decode"),

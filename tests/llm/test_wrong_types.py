@@ -24,7 +24,7 @@ HI = {"role": "user", "content": "hi"}
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"selector": 5}, "selector is 5; it must be a Selector or one of snapkv, hops"),
     ({"selector": "snap"}, "selector is 'snap'; it must be one of snapkv, hops"),
-    ({"snapkv": 5}, "snapkv is no setting of an engine; the settings are"),
+    ({"snapkv": 5}, "snapkv is not a setting of an engine; the settings are"),
     ({"reselection": True}, "reselection is True; it must be a ReselectionConfig"),
     ({"reselection": 32}, "reselection is 32; it must be a ReselectionConfig"),
     ({"draft_memory": 5}, "draft_memory is 5; it must be a DraftMemory"),
@@ -54,7 +54,7 @@ def test_settings(settings: dict[str, Any], reason: str, checkpoint: Path) -> No
         (lambda: EngineConfig(budget=5, max_model_len=5), "budget is 5; it must be a KVBudget"),  # type: ignore[arg-type]
         (lambda: KVBudget.of(100, num_sink="x"), "num_sink is 'x'"),  # type: ignore[arg-type]
         (lambda: KVBudget.streaming(100, num_sink="x"), "num_sink is 'x'"),  # type: ignore[arg-type]
-        (lambda: Grammar.regex(5), "grammar text is 5; it must be a text"),  # type: ignore[arg-type]
+        (lambda: Grammar.regex(5), "grammar text is 5; it must be a string"),  # type: ignore[arg-type]
         (lambda: SamplingParams(logit_bias=np.array([5, 6])), r"logit_bias is array\(\[5, 6\]\); it must map"),  # type: ignore[arg-type]
         (lambda: SamplingParams(stop=b"x"), "stop is b'x'; it must be a list"),  # type: ignore[arg-type]
         (lambda: PromptCompression(keep="x"), "keep is 'x'; it must be a number"),  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_parameters(make: Callable[[], object], reason: str) -> None:
 
 
 CALLS: list[tuple[Callable[[LLM], object], str]] = [
-    (lambda llm: llm.generate(5), "prompts is int 5; it must be a text"),  # type: ignore[arg-type]
+    (lambda llm: llm.generate(5), "prompts is int 5; it must be a string"),  # type: ignore[arg-type]
     (lambda llm: llm.generate(b"abc"), "prompts is bytes b'abc'"),
     (lambda llm: llm.generate([b"abc"]), "token id is b'abc'"),
     (lambda llm: llm.generate({5}), r"prompts is set \{5\}"),  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def test_arrays_and_tensors_in_parameters() -> None:
 
 
 DRAFT_CALLS: list[tuple[Callable[[PromptCompressor], object], str]] = [
-    (lambda draft: draft.compress(5, keep=0.5), "prompt is int 5; it must be a text"),  # type: ignore[arg-type]
+    (lambda draft: draft.compress(5, keep=0.5), "prompt is int 5; it must be a string"),  # type: ignore[arg-type]
     (lambda draft: draft.compress([5], keep=0.5), r"prompt is list \[5\]"),  # type: ignore[list-item]
     (lambda draft: draft.compress(b"x", keep=0.5), "prompt is bytes"),  # type: ignore[arg-type]
     (lambda draft: draft.compress(HALF, keep=0.5), "prompt holds the lone surrogate"),

@@ -213,7 +213,7 @@ def _make(kind: type[Settings], place: str, table: Any) -> Settings:
     before = f"{place}: " if place else ""
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise ValueError(f"{before}{unknown[0]!r} is no setting; the settings are {', '.join(known)}")
+        raise ValueError(f"{before}{unknown[0]!r} is not a setting; the settings are {', '.join(known)}")
     try:
         return kind(**given)
     except (ValueError, TypeError) as error:

@@ -299,7 +299,7 @@ class PrefillServers:
         if response.status_code == 401:
             return ValueError(f"{url} has another transfer secret")
         if response.status_code == 404:
-            return ValueError(f"{url} is no server with --role prefill, or runs another version")
+            return ValueError(f"{url} is not a server with --role prefill, or runs another version")
         if response.status_code != 200:
             return PrefillFailed(f"{url} answered {response.status_code}: {_reason(response)}")
         try:

@@ -342,7 +342,7 @@ def _is_texts(value: Any) -> bool:
 _MAKERS: Mapping[str, tuple[Callable[[Any], Grammar], Callable[[Any], bool], str]] = {
     "json": (lambda value: Grammar.json_schema(value, strict=False), _is_schema, "a JSON schema"),
     "regex": (Grammar.regex, _is_text, "a regular expression"),
-    "choice": (Grammar.choice, _is_texts, "a list of texts, and not empty"),
+    "choice": (Grammar.choice, _is_texts, "a list of strings, and not empty"),
     "grammar": (Grammar.lark, _is_text, "a grammar (Lark or GBNF)"),
     "json_object": (lambda _: Grammar.json_object(), lambda value: value is True, "true or false"),
 }

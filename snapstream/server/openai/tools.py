@@ -88,7 +88,7 @@ def _format(custom: Mapping[str, Any], place: str) -> tuple[str, str]:
     if syntax not in ("lark", "regex"):
         raise _bad_definition(f"{place}.format.grammar.syntax is {syntax!r}; it must be 'lark' or 'regex'")
     if not isinstance(definition, str) or not definition.strip():
-        raise _bad_definition(f"{place}.format.grammar.definition is {definition!r}; it must be a text")
+        raise _bad_definition(f"{place}.format.grammar.definition is {definition!r}; it must be a string")
     return syntax, definition
 
 

@@ -394,7 +394,7 @@ def _part(part: Any, kinds: Sequence[str], place: str) -> str:
 def _string(item: Item, name: str, place: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise _bad(f"{place}.{name}", "must be a text")
+        raise _bad(f"{place}.{name}", "must be a string")
     return value
 
 

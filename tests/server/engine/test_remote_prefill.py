@@ -223,7 +223,7 @@ def test_a_check_finds_what_would_fail_with_the_first_request() -> None:
             nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with running_server() as both:
             other = both.url.removesuffix("/v1")
-            assert checked(other) == f"ValueError: {other} is no server with --role prefill, or runs another version"
+            assert checked(other) == f"ValueError: {other} is not a server with --role prefill, or runs another version"
         assert checked(url) == checked(nobody, url) == ""
         assert checked(url, facts=facts_of(max_model_len=256, slots=64)) == ""
         assert checked(nobody).startswith(f"PrefillFailed: {nobody}: ")

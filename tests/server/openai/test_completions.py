@@ -245,7 +245,7 @@ def test_any_object(api: openai.OpenAI) -> None:
         ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "regexp"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs", "not empty"),
-        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "list of texts"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs", "list of strings"),
         ({"structured_outputs": {"regex": ["a"]}}, "structured_outputs", "regular expression"),
         ({"structured_outputs": {"json": 3}}, "structured_outputs", "JSON schema"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "plain JSON"),

@@ -169,7 +169,7 @@ def test_commands(tmp_path: Path) -> None:
     assert err == f"system: Be brief.\n3 messages in {file}\nsystem: Be brief.\n"
     _, _, err = talk(llm, "/nonsense", "/save", "/kept", "/help")
     assert err.splitlines()[:3] == [
-        "error: /nonsense is no command; /help lists them",
+        "error: /nonsense is not a command; /help lists them",
         "error: /save needs the name of a file",
         "error: there is no answer yet",
     ]

@@ -122,7 +122,7 @@ def test_single_fields_take_the_place_of_those_of_the_options() -> None:
 
 
 def test_an_unknown_field_is_named_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match="budgets is no setting of an engine; the settings are .*budget, .*max_rows"):
+    with pytest.raises(TypeError, match="budgets is not a setting of an engine; the settings are .*budget, .*max_rows"):
         EngineOptions.of(None, {"budgets": 5})
 
 

@@ -299,7 +299,7 @@ def test_an_llm_takes_options_and_single_fields_in_their_place() -> None:
     with LLM(TINY_MODEL, EngineOptions(budget=128, max_rows=2), budget=64, selector="hops", progress=False) as llm:
         assert (llm.config.budget.capacity, llm.config.max_rows) == (64, 2)
         assert llm.config.selector.needs_all_queries
-    with pytest.raises(TypeError, match="max_row is no setting of an engine"):
+    with pytest.raises(TypeError, match="max_row is not a setting of an engine"):
         LLM(TINY_MODEL, max_row=3)
 
 
