@@ -225,7 +225,7 @@ class Conversation:
         return [*([] if self.system is None else [{"role": "system", "content": self.system}]), *self.turns]
 
     def note(self, text: str) -> None:
-        """A line that is no part of an answer."""
+        """A line that is not part of an answer."""
         self._err.write(text + "\n")
         self._err.flush()
 

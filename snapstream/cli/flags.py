@@ -29,7 +29,7 @@ def decode_text(data: bytes, name: str) -> str:
 
 
 def read_stdin(stdin: TextIO) -> str:
-    """All of it, unchanged: a text stream would accept bytes that are no text, and turn CR LF into LF."""
+    """All of it, unchanged: a text stream would accept bytes that are not UTF-8, and turn CR LF into LF."""
     return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
 
 
@@ -119,7 +119,7 @@ OTHER_FLAGS = {
 
 
 class AliasedCommand(TyperCommand):
-    """A command that also takes its first argument MODEL as ``--model``, and says what to use for others' flags."""
+    """A command that also takes its first argument MODEL as ``--model``, and names ours for flags of other servers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """ValueError for a flag of ``OTHER_FLAGS`` that this command lacks."""

@@ -272,7 +272,7 @@ class KVReceiver:
                               |  deadline       |  closed, stalled, wrong
                               +-----------------+----------------------> gone: deliver(key, reason)
 
-    Invariants: ``deliver`` is called once for each ticket, unless ``void`` came before. A ticket is good for one
+    Invariants: ``deliver`` is called once for each ticket, unless ``void`` came before. A ticket is valid for one
     connection. Memory is allocated only for tickets, and only for a frame that comes next and has the size of the
     ticket's row, so a ticket never takes more than its row, one hidden state, a header and a report.
     """
@@ -301,7 +301,7 @@ class KVReceiver:
 
     @property
     def num_tickets(self) -> int:
-        """Tickets that are good."""
+        """Valid tickets."""
         return len(self._tickets)
 
     def expect(self, header: RowHeader, max_report_bytes: int) -> RowTicket:
@@ -313,7 +313,7 @@ class KVReceiver:
         return RowTicket(host=self.host, port=self.port, key=key, uses_tls=self._uses_tls)
 
     def void(self, key: str) -> None:
-        """The ticket is good no more: its sender is refused, and nothing is delivered."""
+        """Invalidate the ticket: its sender is refused, and nothing is delivered."""
         with self._change:
             gone = self._tickets.pop(key, None)
         if gone is not None and gone.sock is not None:
@@ -332,7 +332,7 @@ class KVReceiver:
         self._thread.join()
 
     def _expire(self) -> None:
-        """Life of the thread that ends tickets to which no sender came."""
+        """Main function of the thread that ends tickets without a sender."""
         while True:
             with self._change:
                 now = monotonic()
@@ -346,7 +346,7 @@ class KVReceiver:
                 self._end(key, f"no sender came within {self._deadline_s:g} s")
 
     def _serve(self, sock: socket.socket, ticket: bytes, proof: bytes) -> None:
-        """Life of an authenticated connection."""
+        """Serve an authenticated connection."""
         with sock:
             connection, key = Connection(sock, self._deadline_s, self._binding), ticket.hex()
             try:
@@ -437,7 +437,7 @@ class TcpConnector:
         self._context: ssl.SSLContext | None = None  # of senders; made once, because reading the authorities is slow
         self._lock = threading.Lock()  # of the four below
         self._events: deque[KVReceived | KVTransferFailed | KVSent] = deque()
-        self._keys: dict[str, str] = {}  # of the good tickets, by request
+        self._keys: dict[str, str] = {}  # of the valid tickets, by request
         self._owners: dict[str, str] = {}  # of tickets: requests by key
         self._senders: dict[str, KVSender] = {}
         self._receiver: KVReceiver | None = None
@@ -446,7 +446,7 @@ class TcpConnector:
 
     @property
     def fingerprint(self) -> Mapping[str, str]:
-        """Facts about the engine that the other side must agree with."""
+        """Properties of the engine that both sides must share."""
         return self._fingerprint
 
     @property

@@ -194,7 +194,7 @@ class RowSizes:
 class RowHeader:
     """Describes the row to be sent. Both sides make one, and they must be equal."""
 
-    fingerprint: Mapping[str, str]  # facts about the engine that rows depend on, by name
+    fingerprint: Mapping[str, str]  # properties of the engine that rows depend on, by name
     prompt_len: int
     next_position: int  # where the answer begins
     budget: KVBudget

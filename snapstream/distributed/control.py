@@ -505,7 +505,7 @@ class WorkerRanks:
                     self._change.notify_all()
         except ConnectionFailed:
             pass
-        except ValueError as error:  # no message of ours
+        except ValueError as error:  # not one of our messages
             why = f"rank {own.rank} sent {error}"
         self._note_end(own, why)
 

@@ -147,7 +147,7 @@ class Ranks:
         return cls(dist.group.WORLD)
 
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """See ``Group.all_reduce``: overwrites ``x``, unless it is no contiguous tensor."""
+        """See ``Group.all_reduce``: overwrites ``x``, if it is contiguous."""
         own = x.contiguous()
         dist.all_reduce(own, op=_OPS[op], group=self._group)
         return own
@@ -160,7 +160,7 @@ class Ranks:
         return whole if dim == 0 else torch.cat(whole.chunk(self.size), dim)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """See ``Group.broadcast``: overwrites ``x``, unless it is no contiguous tensor."""
+        """See ``Group.broadcast``: overwrites ``x``, if it is contiguous."""
         own = x.contiguous()
         dist.broadcast(own, group=self._group, group_src=source)
         return own

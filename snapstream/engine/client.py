@@ -3,7 +3,7 @@
     callers --Submit, SubmitBatch, Abort ...--> send      engine loop (worker.py)      deliver --news--> readers
 
 ``EngineClient`` keeps the open requests and routes what the engine sends to their readers. ``LLM`` and ``AsyncLLM`` use
-it through ``EngineThread``, the server through a pipe to the engine process. Callers only wait for news, so Ctrl-C
+it through ``EngineThread``, the server through a pipe to the engine process. Callers only wait for results, so Ctrl-C
 interrupts that wait and never a step.
 
 Invariants: a reader gets every delta up to ``is_finished``, or an exception. A request is open, and its id in use, from

@@ -383,7 +383,7 @@ class Engine:
                 self._prefixes.written(live)
             if live is self._idle:
                 self._end_idle(FinishReason.STOP)
-            if live.is_over:  # aborted, or nobody's
+            if live.is_over:  # aborted, or the idle prefill
                 continue
             prefill = result.prefilled[live.request_id]
             live.take_prefill(prefill, now)

@@ -525,8 +525,8 @@ class PrefixLookup:
         return known > 0 and is_worth_it
 
     def _shared(self, live: LiveRequest, other: LiveRequest) -> int:
-        """Blocks at the beginning of a queued prompt that another one will write. With recurrent layers 0: nobody knows
-        yet where the other takes snapshots.
+        """Blocks at the beginning of a queued prompt that another one will write. 0 with recurrent layers: it
+        is not known yet where the other takes snapshots.
         """
         if other not in self._queued or live.request.namespace != other.request.namespace or self.index.num_snapshots:
             return 0

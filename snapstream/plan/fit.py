@@ -98,7 +98,7 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
     """Formats of the matrices in memory; ValueError for those that the model or the dtype cannot have.
 
     ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: 16-bit floats convert exactly, and a step
-    reads half the bytes. Elsewhere it is the dtype of the computation.
+    reads half the bytes. Otherwise it is the dtype of the computation.
     """
     formats = _matrices(model, options, device)
     if options.activations == "dtype":
@@ -129,7 +129,7 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
 def _quantized_formats(
     quantized: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat
 ) -> WeightFormats:
-    """Layers as a quantized checkpoint has them; beside MXFP4 experts attention is floats."""
+    """Layers as a quantized checkpoint has them; next to MXFP4 experts attention stays in floats."""
     if wanted not in ("auto", quantized.dtype):
         known = "'auto'" if quantized.is_fp8 or quantized.is_mxfp4 else f"'auto' or {quantized.dtype!r}"
         raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")

@@ -71,7 +71,7 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class ProxyMetrics:
-    """Prometheus metrics, in a registry of their own: two proxies in one process do not mix."""
+    """Prometheus metrics, in their own registry: two proxies in one process do not mix."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
@@ -142,7 +142,7 @@ async def compress_completion(body: dict[str, Any], options: PromptCompression, 
     )
 
 
-Headers = Iterable[tuple[bytes, bytes]]  # as they were on the wire: what is in a value is no text of ours to decode
+Headers = Iterable[tuple[bytes, bytes]]  # as they were on the wire; values are not decoded
 
 DECODINGS = 3  # of a path by servers further on, at most
 
@@ -166,7 +166,7 @@ def make_client(options: ProxyOptions) -> httpx.AsyncClient:
         follow_redirects=False,
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one client's cookies are not another's
     )
-    client.headers.clear()  # an Accept-Encoding of ours would bring clients what they did not ask for
+    client.headers.clear()  # with our own Accept-Encoding clients would get encodings that they did not request
     return client
 
 
@@ -239,7 +239,7 @@ class ForwardedResponse(Response):
             log.warning("the upstream server broke off an answer: %s", type(error).__name__)
             kind = self._answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream") or "content-encoding" in self._answer.headers:
-                await abort_connection(scope)  # which the client sees: what came was not all
+                await abort_connection(scope)  # so that the client sees that the answer is incomplete
                 raise
             fault = _fault(502, "the upstream server broke off its answer")
             api = api_of(scope)
@@ -253,11 +253,11 @@ class ForwardedResponse(Response):
 
 
 def check_path(path: bytes) -> None:
-    """ApiError 400 for a path with a segment ``.`` or ``..``, however it is written: it may leave /v1 with our key."""
+    """ApiError 400 for a path with a segment ``.`` or ``..``, however it is encoded: it could leave /v1."""
     text = path.decode("latin-1")
     for _ in range(DECODINGS):
         text = unquote(text, "latin-1")
-    # Some take a backslash for a slash, and some cut off what follows a semicolon.
+    # Some servers treat a backslash as a slash, and some drop what follows a semicolon.
     if any(segment.partition(";")[0] in (".", "..") for segment in re.split(r"[/\\]", text)):
         raise bad_value("the path has a segment '.' or '..'", None, "invalid_path")
 

@@ -298,7 +298,7 @@ def _assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
             calls.append(_as_chat_call(block, where))
         elif kind == "thinking":
             reasoning.append(_string(block, "thinking", where))
-        elif kind != "redacted_thinking":  # somebody else's, and sealed
+        elif kind != "redacted_thinking":  # encrypted by another server
             said.append(_text_of(block, where))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
     if reasoning:

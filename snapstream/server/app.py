@@ -72,7 +72,7 @@ def make_app(
         yield
         state.close()
 
-    # The pages /docs and /redoc would load their scripts from other hosts.
+    # Without /docs and /redoc, which load scripts from other hosts.
     app = FastAPI(
         title="snapstream",
         version=__version__,
@@ -101,12 +101,12 @@ def make_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "HEAD", "POST", "DELETE", "OPTIONS"],
             allow_private_network=True,  # of the named origins: pages on the web that call a server at home
-            allow_headers=["*"],  # answers what is asked for; the SDKs send a changing set of X-Stainless-*
+            allow_headers=["*"],  # repeats what is requested; the SDKs send a changing set of X-Stainless-*
             expose_headers=[REQUEST_ID, "retry-after"],
         )
     if settings.allowed_hosts:
         app.add_middleware(HostGuard, allowed=settings.allowed_hosts)
-    app.add_middleware(NormalizePath, root_path=settings.root_path)  # outside of all that goes by paths
+    app.add_middleware(NormalizePath, root_path=settings.root_path)  # outside of everything that reads the path
     app.add_middleware(SingleBodyLength)
     if tracing is not None:
         state.metrics.on_request = tracing.note

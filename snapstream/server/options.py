@@ -52,7 +52,7 @@ def set_texts(options: Any, *names: str) -> None:
 
 
 def set_paths(options: Any, *names: str) -> None:
-    """The same for paths; an empty text is none."""
+    """The same for paths; an empty string is None."""
     for name in names:
         value = getattr(options, name)
         object.__setattr__(options, name, None if value in (None, "") else as_path(name, value))

@@ -59,7 +59,7 @@ KEEP_ALIVE_S = 75  # of an idle connection: longer than proxies and clients keep
 
 
 def most_requests(max_rows: AutoCount, max_waiting: int) -> int:
-    """HTTP requests that may be open at once beside an engine of this size; ``max_waiting`` 0 means no bound there."""
+    """HTTP requests that may be open at once with an engine of this size; ``max_waiting`` 0 means no bound there."""
     rows = MAX_AUTO_ROWS if max_rows == "auto" else max_rows
     return rows + max_waiting + SPARE_REQUESTS if max_waiting else UNBOUNDED_REQUESTS
 
@@ -132,7 +132,7 @@ class CannotLoad(ValueError):
 
 
 def check_models(spec: EngineSpec, options: ServeOptions) -> None:
-    """CannotLoad for a folder that holds no model of ours: raised before anything is loaded."""
+    """CannotLoad for a folder without a supported model: raised before anything is loaded."""
     for folder in (spec.model, options.draft):
         if folder is not None:
             try:

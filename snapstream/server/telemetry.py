@@ -204,7 +204,7 @@ class Metrics:
 
 @dataclass(kw_only=True)
 class RequestTimes:
-    """What is known of one prompt, in seconds of ``monotonic``. None: it did not come so far."""
+    """What is known of one prompt, in seconds of ``monotonic``. None: it did not reach that stage."""
 
     arrived_at: float
     first_token_at: float | None = None

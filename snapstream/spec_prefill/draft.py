@@ -255,7 +255,7 @@ class _LookAhead:
     def decode(self, settings: ScoringSettings) -> list[list[int]]:
         """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
 
-        All but the last are fed. A row that has ended is fed on with the others, to no effect. RuntimeError where
+        All but the last are fed. A row that has ended is fed on with the others, without effect. RuntimeError where
         logits are not finite.
         """
         device, ends = self._decoder.device, () if settings.ignore_eos else self._decoder.config.eos_token_ids

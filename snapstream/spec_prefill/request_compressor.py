@@ -200,8 +200,8 @@ class RequestCompressor:
 def body_places(rendered: str, messages: Messages, found: Sequence[Candidate], render: Render) -> list[Span]:
     """Where the bodies are in a rendered conversation, in order, found by rendering marks in their place.
 
-    The same words elsewhere, in a system message say, do not count. With a template that does more than insert texts,
-    all of it stays protected.
+    The same words in other places, such as a system message, do not count. With a template that does more than insert
+    texts, all of it stays protected.
     """
     mark = sha256(rendered.encode(errors="surrogatepass")).hexdigest()  # a text cannot contain its own digest
     bodies = [candidate.body.strip() for candidate in found]

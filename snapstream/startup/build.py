@@ -357,7 +357,7 @@ def build_ranks(
         raise ValueError("RANK is not 0; rank 0 makes the engine, and the others run `snapstream worker env MODEL`")
     expected, before = fingerprint(folder), torch.get_num_threads()
     if config.parallel.address:
-        shared_key()  # or its ValueError, before anybody is waited for
+        shared_key()  # or its ValueError, before waiting for other ranks
 
     def refuses(hello: Hello) -> str:
         return "" if hello.fingerprint == expected else "its checkpoint is not rank 0's; copy it there, all files"

@@ -69,7 +69,7 @@ def _route_of(pending_request: PendingRequest) -> Route | None:
 
 QUIET = LoggingConfig(enable_access_log=False)  # the server logs requests itself, and reports are frequent
 MAX_FAILED_STARTS = 3  # of all replicas of a deployment, before it is given up; a load can take minutes
-SPARE_CALLS = 64  # reports and health checks beside requests
+SPARE_CALLS = 64  # for reports and health checks, besides requests
 DRAIN_POLL_S = 0.2  # between two checks whether a replica has drained
 
 

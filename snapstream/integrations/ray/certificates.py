@@ -136,7 +136,7 @@ class Keys:
 
 
 class KeyKeeper:
-    """The actor; it does nothing but answer."""
+    """The actor that holds the keys."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
@@ -169,7 +169,7 @@ def receiver_settings() -> TransferSettings:
 def _shared() -> Keys:
     import ray  # certificates alone need no Ray
 
-    made = Keys(secrets.token_hex(SECRET_BYTES).encode(), make_authority())  # in vain if there is a keeper
+    made = Keys(secrets.token_hex(SECRET_BYTES).encode(), make_authority())  # discarded if there is a keeper
     keeper = ray.remote(KeyKeeper).options(
         name=NAME,
         namespace=NAMESPACE,

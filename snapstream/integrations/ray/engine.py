@@ -60,7 +60,7 @@ class WatchedReplicas:
     def __init__(self, replicas: Replicas, registry: ReplicaRegistry) -> None:
         self._replicas, self.registry = replicas, registry
         self.caller = uuid4().hex
-        self.metadata: EngineMetadata | None = None  # about the engine of the replica that reported last
+        self.metadata: EngineMetadata | None = None  # of the engine of the replica that reported last
 
     async def watch(self) -> None:
         """Poll every replica, forever."""
@@ -153,7 +153,7 @@ class ReplicatedEngine:
 
     @property
     def metadata(self) -> EngineMetadata:
-        """Facts about the engine of the replica that reported last."""
+        """The engine of the replica that reported last."""
         if self._replicas.metadata is None:
             raise EngineDead("no replica has been loaded yet")
         return self._replicas.metadata

@@ -1,4 +1,4 @@
-"""The interface between the HTTP server and an engine, in whatever process it runs.
+"""The interface between the HTTP server and an engine in any process.
 
 ``AsyncEngine`` is implemented by a child process (``process.py``), by Ray replicas and by tests in process. Requests
 are sent whole, answers come back as deltas. Besides the messages of every engine (``snapstream/engine/worker.py``) the

@@ -1,5 +1,5 @@
 """The engine in a separate process: the ``AsyncEngine`` that the server uses, and the process itself (``child_main``),
-which loads the model, reports it, and serves until it is stopped or the server is gone.
+which loads the model, reports it, and serves until it is stopped or the server exits.
 
               start        ready           death
       (none) -------> loading ---> serving -------> backoff --> loading ...      shutdown: from anywhere to ended
@@ -305,7 +305,7 @@ class EngineChild:
         self._metadata: asyncio.Future[EngineMetadata] = self._loop.create_future()
         self._failure: Failed | None = None
         self.stage = "starting the process"  # until it is ready
-        self._has_activity = False  # set by the reader thread: a loop that hangs is no silence of the child
+        self._has_activity = False  # set by the reader thread: so a blocked event loop is not taken for a silent child
         self.ended: asyncio.Future[str] = self._loop.create_future()  # why
         context = multiprocessing.get_context("spawn")  # never fork: torch has threads
         self._connection, theirs = context.Pipe()
@@ -359,7 +359,7 @@ class EngineChild:
 
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
-            with suppress(OSError):  # the child is gone; the reader reports it
+            with suppress(OSError):  # the child has ended; the reader reports it
                 self._connection.send(message)
 
     def _read(self) -> None:

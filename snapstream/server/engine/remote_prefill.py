@@ -43,7 +43,7 @@ from snapstream.types import FinishReason, Request, RowTicket
 log = logging.getLogger(__name__)
 
 MAX_RETRIES = 2
-LATE_ANSWER_S = 10.0  # for a server to report that it sent a row, where the request is over before
+LATE_ANSWER_S = 10.0  # for a server to report that it sent a row, if the request ends first
 AVOID_S = 30.0  # after a row was lost: others are asked first
 
 
@@ -59,7 +59,7 @@ class PrefillBackend(Protocol):
         ...
 
     async def prefill(self, name: str, request: Request, ticket: RowTicket) -> None:
-        """Returns when the row has gone to ``ticket``. PrefillFailed if it could not, ValueError if it never can."""
+        """Returns when the row was sent to ``ticket``. PrefillFailed if it could not, ValueError if it never can."""
         ...
 
     async def check(self) -> None:
@@ -74,7 +74,7 @@ class PrefillBackend(Protocol):
 
 
 async def transfer_error(deltas: AsyncIterator[RequestDelta]) -> str:
-    """Waits for the end of a request with a ticket; "" if its row has gone out."""
+    """Waits for the end of a request with a ticket; "" if its row was sent."""
     problem = "the engine ended the request"
     async for delta in deltas:
         for sample in delta.samples:
@@ -112,8 +112,8 @@ class RemotePrefills:
     def end(self, request_id: str, *, has_row: bool = False) -> None:
         """The request is over: stop its remote prefill.
 
-        ``has_row``: its row came. Then the server is about to report that it sent it, and its call is not cancelled: to
-        the server that would look like a client that left, and a row that was not sent.
+        ``has_row``: its row was received. The server is about to report that, so its call is not cancelled: the server would
+        count a client that left and a row that was not sent.
         """
         call = self._calls.pop(request_id, None)
         if call is None or call.task is None:
@@ -155,11 +155,11 @@ class RemotePrefills:
             await self._backend.prefill(call.server, call.request, ticket)
         except (PrefillFailed, ValueError) as error:
             if self._calls.get(call.request.request_id) is not call:
-                return  # it is over, and had its row
+                return  # it has ended, and had its row
             call.task = None
             if isinstance(error, PrefillFailed):
                 self._on_lost(call, ticket.key, str(error), send)
-            else:  # no server can be asked for this
+            else:  # no server can serve this
                 self._fail(call.request.request_id, error)
 
     def _on_lost(self, call: _PrefillCall, key: str, reason: str, send: Callable[[ToEngine], None]) -> None:
@@ -240,7 +240,7 @@ class PrefillServers:
         self._problem: PrefillFailed | ValueError | None = None
         verify: ssl.SSLContext | bool = settings.client_context()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
-        timeout = httpx.Timeout(None, connect=CONNECT_S)  # the engine notices a row that does not get on
+        timeout = httpx.Timeout(None, connect=CONNECT_S)  # the engine notices a row that makes no progress
         self._client = httpx.AsyncClient(timeout=timeout, limits=limits, verify=verify, trust_env=False)
 
     def choose(self, request: Request, tried: frozenset[str]) -> str:

@@ -72,7 +72,7 @@ def note_fault(scope: Scope, status: int, reason: str) -> None:
 
 
 def note_no_fault(scope: Scope) -> None:
-    """The answer to this request is no error, whatever its status."""
+    """Do not count the answer to this request as an error, whatever its status."""
     scope.setdefault("state", {})[FAULT] = None
 
 
@@ -188,7 +188,7 @@ def bad_value(message: str, param: str | None, code: str | None = None) -> ApiEr
 
 
 def unavailable(reason: str, retry_after_s: int | None) -> ApiError:
-    """503: loading, draining, or the engine is gone; no time to wait if it will not come back."""
+    """503: loading, draining, or the engine is gone; no Retry-After if it will not come back."""
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return ApiError(503, reason, kind="service_unavailable", code="engine_unavailable", headers=headers)
 

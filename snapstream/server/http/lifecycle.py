@@ -195,7 +195,7 @@ def uvicorn_config(app: ASGIApp, guard: ConnectionGuard, **more: Any) -> uvicorn
         app,
         http=guard.protocol(),
         ws="none",
-        lifespan="off",  # the application comes later; whoever made it closes it
+        lifespan="off",  # the application is set later, and closed by its maker
         log_config=None,
         access_log=False,  # every request logs one line with its id
         server_header=False,

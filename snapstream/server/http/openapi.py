@@ -88,7 +88,7 @@ def answers(
     """For ``responses=`` of a route whose answer is an object with at least ``members``."""
     content: dict[str, Any] = {"application/json": {"schema": object_of(members)}}
     if can_stream:
-        content["text/event-stream"] = {}  # frames; each API has a form of its own
+        content["text/event-stream"] = {}  # frames, in a form that depends on the API
     return {200: {"description": "The answer", "content": content}, **errors(error)}
 
 

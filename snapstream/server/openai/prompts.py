@@ -353,7 +353,7 @@ def _normalized(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[d
     found = normalize(messages, has_developer="developer" in template)
     if "reasoning_content" in template or ".thinking" not in template:
         return found
-    for message in found:  # gpt-oss: refused beside a content, which then is the reasoning
+    for message in found:  # gpt-oss refuses it next to content, which is then the reasoning
         reasoning = message.pop("reasoning_content", None)
         if reasoning and not message.get("content"):
             message["thinking"] = reasoning

@@ -292,7 +292,7 @@ class ServerState(Admission):
         self.require_engine()
 
     def require_live(self) -> None:
-        """503 if the engine is gone for good: the process has to be restarted."""
+        """503 if the engine has ended for good: the process has to be restarted."""
         unavailable = self.engine.unavailable
         if unavailable is not None and unavailable.is_final:
             raise self.error(unavailable)

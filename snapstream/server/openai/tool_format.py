@@ -464,7 +464,7 @@ class CallFormat(ABC):
     before: ClassVar[str] = ""  # a grammar writes this before the first call,
     between: ClassVar[str] = "\n"  # this between two,
     after: ClassVar[str] = ""  # and this after the last
-    answer_head: ClassVar[str] = ""  # and this before an answer that is no call
+    answer_head: ClassVar[str] = ""  # and this before an answer that is not a call
 
     @abstractmethod
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:

@@ -96,7 +96,7 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
 
 
 def literal_as_json(text: str) -> str:
-    """A Python value as JSON; as a string if it is none."""
+    """A Python value as JSON; as a string if it is not one."""
     try:
         return _safe(read_literal(text), text.strip())
     except ValueError:
@@ -134,7 +134,7 @@ def _fits(value: Any, kinds: frozenset[str]) -> bool:
 
 
 def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _value(text: str, place: int, depth: int) -> tuple[Any, int]:

@@ -1,8 +1,8 @@
 """The chat page at /, its files under /page/, and its own route next to the OpenAI API.
 
 Invariant: the page needs this server only. The policy sent with every file lets a browser load scripts and styles from
-here only, and turn no text into HTML, whatever a model or a document contains. Files are read once; ``GET /`` needs no
-key; whatever computes is under /v1/ and needs one.
+here only, and never turns text of a model or a document into HTML. Files are read once. ``GET /`` needs no
+key; routes that compute are under /v1/ and need one.
 """
 
 from __future__ import annotations
