@@ -112,8 +112,8 @@ class RemotePrefills:
     def end(self, request_id: str, *, has_row: bool = False) -> None:
         """The request is over: stop its remote prefill.
 
-        ``has_row``: its row was received. The server is about to report that, so its call is not cancelled: the server would
-        count a client that left and a row that was not sent.
+        ``has_row``: its row was received. The server is about to report that, so its call is not cancelled: the
+        server would count a client that left and a row that was not sent.
         """
         call = self._calls.pop(request_id, None)
         if call is None or call.task is None:
