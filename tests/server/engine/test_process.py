@@ -1,6 +1,6 @@
 """The engine in its own process: right answers, refusals, aborts, and every way in which one of the two can die.
 
-One process serves most tests; ``Served`` keeps its event loop between them.
+One process serves most tests; ``Served`` keeps its event loop between them. An engine does not outlive its server.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
@@ -47,7 +49,7 @@ from tests.server.engine.running import (
     until_at_rest,
     whole,
 )
-from tests.waiting import HANG_S, until_async
+from tests.waiting import HANG_S, until, until_async
 
 
 class Served:
@@ -395,3 +397,43 @@ def test_a_ping_is_answered(folder: Path, count: int) -> None:
         port = Port(*[Ping()] * count, Stop())
         EngineWorker(llm.engine, 4, port).run()
     assert [message for message in port.sent if not isinstance(message, Stats)] == [Beat()] * count
+
+
+SOURCE = Path(__file__).parents[3]
+
+FRONT = """
+import asyncio, multiprocessing, sys
+from snapstream.config import EngineOptions
+from snapstream.server.engine.process import EngineProcess
+from snapstream.server.engine.api import EngineSpec
+
+async def main():
+    options = EngineOptions(budget=64, max_rows=2, max_model_len=512)
+    engine = EngineProcess(EngineSpec(model=sys.argv[1], options=options, num_threads=1))
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    if sys.argv[2] == "serving":
+        await starting
+    [child] = multiprocessing.active_children()
+    print(child.pid, flush=True)
+    assert "torch" not in sys.modules, "the front does not load torch"
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("state", ["loading", "serving"])
+def test_a_front_that_is_killed_leaves_no_engine_behind(folder: Path, tmp_path: Path, state: str) -> None:
+    script = tmp_path / "front.py"
+    script.write_text(FRONT)
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(folder), state], stdout=subprocess.PIPE, text=True, env=env
+    ) as front:
+        assert front.stdout is not None
+        pid = int(front.stdout.readline())
+        assert is_running(pid)
+        front.kill()
+    until(lambda: not is_running(pid))  # else the engine outlives its front
