@@ -27,7 +27,6 @@ from uuid import uuid4
 import httpx
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic_core import to_json
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,9 +35,9 @@ from snapstream.server.apis import APIS
 from snapstream.server.http.connections import ConnectionGuard, abort_connection
 from snapstream.server.http.errors import ApiError, SelectApi, add_error_handlers, api_of, bad_value
 from snapstream.server.http.lifecycle import (
-    LIVE_PATH,
     StartupApp,
     serve_until_signal,
+    status_routes,
     url_of,
     uvicorn_config,
     warn_if_open,
@@ -294,23 +293,7 @@ def make_proxy(compressor: PromptCompressor, target: PreTrainedTokenizerBase | N
     app = FastAPI(title="snapstream proxy", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.state.proxy = proxy
 
-    @app.get(LIVE_PATH)
-    @app.head(LIVE_PATH, include_in_schema=False)
-    async def live() -> Response:
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/health")
-    @app.get("/health/ready")
-    @app.head("/health", include_in_schema=False)
-    @app.head("/health/ready", include_in_schema=False)
-    async def health() -> Response:
-        proxy.require_open()
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/metrics")
-    @app.head("/metrics", include_in_schema=False)
-    async def metrics() -> Response:
-        return PlainTextResponse(proxy.metrics.render(), media_type="text/plain; version=0.0.4")
+    app.include_router(status_routes(lambda: None, proxy.check_ready, proxy.metrics.render))
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -352,6 +335,10 @@ class Proxy(Admission):
     def num_waiting(self) -> int:
         """Prompts that wait for the draft, the one that it reads included."""
         return self._draft.num_waiting
+
+    async def check_ready(self) -> None:
+        """503 while the proxy drains."""
+        self.require_open()
 
     async def answer(self, request: Request, compress: CompressBody | None) -> Response:
         """Pass a request on, its prompt compressed by ``compress`` if it has one."""

@@ -242,12 +242,15 @@ def status_routes(
     ok = answers({"status": {"const": "ok"}})
 
     @router.get(LIVE_PATH, responses=ok)
+    @router.head(LIVE_PATH, include_in_schema=False)
     async def live() -> Response:
         require_live()
         return JSONResponse({"status": "ok"})
 
     @router.get("/health", responses=ok)
     @router.get("/health/ready", responses=ok)
+    @router.head("/health", include_in_schema=False)
+    @router.head("/health/ready", include_in_schema=False)
     async def ready(request: Request) -> Response:
         try:
             await require_ready()
@@ -257,6 +260,7 @@ def status_routes(
         return JSONResponse({"status": "ok"})
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=errors())
+    @router.head("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         return Response(render_metrics(), media_type=CONTENT_TYPE_LATEST)
 
