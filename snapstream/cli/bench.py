@@ -63,8 +63,8 @@ class BenchFlags:
     n_prompt: str = setting("512", "Prompt tokens of a prefill test; several with commas, 0: none.", metavar="N,...")
     n_gen: str = setting("128", "Tokens of a decode test; several with commas, 0: none.", metavar="N,...")
     n_depth: str = setting("0", "Prompt tokens before a decode test; several with commas.", metavar="N,...")
-    repetitions: int = setting(5, "Measurements of each test, after one that does not count.")
-    seed: int = setting(0, "Of prompts and random weights.")
+    repetitions: int = setting(5, "Measurements of each test, after one warm-up.")
+    seed: int = setting(0, "Seed of prompts and random weights.")
     is_random: bool = setting(False, "Random weights: no checkpoint is read.", flag="--random")
     as_json: bool = setting(False, "Print one JSON object at the end.", flag="--json")
 

@@ -74,8 +74,8 @@ class ChatFlags:
     """How answers are sampled and shown."""
 
     system: str | None = setting(None, "System message.")
-    max_tokens: int = setting(0, "Most tokens of an answer. 0: what max_model_len leaves.")
-    temperature: float = setting(0.7, "0 takes the likeliest token.")
+    max_tokens: int = setting(0, "Maximum tokens of an answer. 0: what max_model_len leaves.")
+    temperature: float = setting(0.7, "Sampling temperature; 0 is greedy.")
     top_p: float = setting(1.0, "Sample among the likeliest tokens of this probability.")
     seed: int | None = setting(None, "Same seed, same answers.")
     hides_reasoning: bool = setting(

@@ -29,8 +29,8 @@ Examples:
 def quantize(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.", show_default=False)],
-    weights: Annotated[QuantizedDType, typer.Option(help="Width of the layers' matrices.")] = "int8",
-    attention: Annotated[QuantizedDType, typer.Option(help="Width of those around attention.")] = "int8",
+    weights: Annotated[QuantizedDType, typer.Option(help="Format of the layers' matrices.")] = "int8",
+    attention: Annotated[QuantizedDType, typer.Option(help="Format of the attention projections.")] = "int8",
     group: Annotated[
         int, typer.Option(help="Numbers that share a scale: 32, 64 or 128.", parser=whole_number, metavar="N")
     ] = DEFAULT_GROUP,
@@ -63,9 +63,9 @@ def calibrate(
         typer.Option("--output", "-o", help="File to write. Default: in the cache folder, where --heads auto looks."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="Text to calibrate on. Default: generated documents.")] = None,
-    prompt_len: Annotated[int, whole_option("Tokens of a prompt; as long as yours are.")] = 2048,
+    prompt_len: Annotated[int, whole_option("Tokens of a calibration prompt; use the length of yours.")] = 2048,
     texts: Annotated[int, whole_option("Documents or windows to read.")] = 20,
-    dtype: Annotated[DType, typer.Option(help="Of the computation.")] = "float32",
+    dtype: Annotated[DType, typer.Option(help="Dtype of the computation.")] = "float32",
     device: Annotated[str, typer.Option(help="Where it runs.", metavar="cpu|cuda")] = "cpu",
 ) -> None:
     from snapstream.calibration.automatic import store_profile

@@ -48,14 +48,14 @@ class CompressFlags:
     keep: float | None = setting(None, "Share to keep, in (0, 1]. Default: 0.25.")
     max_tokens: int | None = setting(None, "Keep at most so many target tokens instead.")
     query: str | None = setting(None, "What will be asked about the text.")
-    mode: Mode = setting("auto", "Chunks, borders and marks for prose or for code.")
+    mode: Mode = setting("auto", "Chunking and delimiters for prose or for code.")
     snap: Snap | None = setting(None, "Where pieces end. Default: at words, in code at lines.")
     delimiter: str | None = setting(None, "Between pieces. Default: a line [...], in code a comment.")
     look_ahead: int = setting(8, "Greedy draft tokens whose attention scores count; 0: those of the text's own end.")
-    threshold: int = setting(0, "Leave texts of fewer tokens alone.")
+    threshold: int = setting(0, "Texts of fewer tokens stay uncompressed.")
     is_messages: bool = setting(False, "The input is JSON: OpenAI messages, or an object with them.", flag="--messages")
     report: str | None = setting(None, "Write the report as JSON to this file; - is stderr.")
-    html: Path | None = setting(None, "Write a page that shows what was kept and dropped.")
+    html: Path | None = setting(None, "Write an HTML page that shows what was kept and dropped.")
 
 
 def compress(

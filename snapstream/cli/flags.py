@@ -258,7 +258,7 @@ class DraftFlags:
     refuse_longer: bool = setting(
         False, "Refuse texts that are longer than the draft's context.", flag="--refuse-longer"
     )
-    dtype: DType = setting("float32", "Of the draft's weights.")
+    dtype: DType = setting("float32", "Dtype of the draft's weights.")
     device: str = setting("cpu", "Torch device of the draft.")
 
     @property

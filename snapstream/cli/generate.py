@@ -39,8 +39,8 @@ class GenerateFlags:
     """The prompt, how its answer is sampled, and how it is shown."""
 
     file: str | None = setting(None, "Read the prompt from this file; - is stdin.")
-    max_tokens: int = setting(256, "Most tokens to generate.")
-    temperature: float = setting(0.0, "0 takes the likeliest token.")
+    max_tokens: int = setting(256, "Maximum tokens to generate.")
+    temperature: float = setting(0.0, "Sampling temperature; 0 is greedy.")
     seed: int | None = setting(None, "Same seed, same output.")
     chat: bool | None = setting(None, "Use the chat template or not. Default: if there is one.", flag="--chat/--raw")
     system: str | None = setting(None, "System message; needs the chat template.")

@@ -251,20 +251,18 @@ class PlanFlags:
     draft_context_len: int | None = setting(None, "With --draft: tokens it reads at once. Default: the model's limit.")
     device: str | None = setting(
         None,
-        "Planned for; cpu: as this machine's. Default: a GPU, which need not be here.",
+        "Device to plan for; cpu is this machine's. Default: a GPU, which need not be present.",
         metavar="cpu|cuda",
     )
-    dtype: DType | None = setting(None, "Of the computation. Default: bfloat16, with --device cpu float32.")
+    dtype: DType | None = setting(None, "Dtype of the computation. Default: bfloat16; float32 with --device cpu.")
     memory: str | None = setting(
-        None, "Device memory, e.g. 80GiB, 24GB. Default: 80GiB, of a CPU what is free now.", metavar="SIZE"
+        None, "Device memory, e.g. 80GiB, 24GB. Default: 80GiB; on a CPU, what is free now.", metavar="SIZE"
     )
     bandwidth: str | None = setting(
-        None, "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s, of a CPU 50GB/s.", metavar="RATE"
+        None, "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s; 50GB/s for a CPU.", metavar="RATE"
     )
-    flops: str = setting(
-        "989TFLOP/s", "Products in dense bf16, for --tensor-parallel, e.g. 989TFLOP/s.", metavar="RATE"
-    )
-    link: str = setting("50GB/s", "Between host and device, for --prefix-store.", metavar="RATE")
+    flops: str = setting("989TFLOP/s", "Dense bf16 throughput, for --tensor-parallel, e.g. 989TFLOP/s.", metavar="RATE")
+    link: str = setting("50GB/s", "Bandwidth between host and device, for --prefix-store.", metavar="RATE")
     as_json: bool = setting(False, "Print JSON (bytes, tokens, tokens/s).", flag="--json")
 
     def __post_init__(self) -> None:

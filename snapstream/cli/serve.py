@@ -20,7 +20,7 @@ from snapstream.config import EngineOptions
 from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
 
-HELP = """Serve a model over HTTP, as the OpenAI API; SIGTERM drains. Needs the extra: snapstream-llm[serve].
+HELP = """Serve a model with the APIs of OpenAI and Anthropic; SIGTERM drains. Needs the extra: snapstream-llm[serve].
 
 MODEL is a checkpoint folder or the id of a model on the Hugging Face hub; without it the tiny model that ships with
 the package is served.
@@ -38,7 +38,7 @@ Examples:
 ENGINE = Flags(
     defaults=ENGINE_DEFAULTS,
     words={
-        "max_waiting": "Requests that may wait; more get 429. 0: no bound.",
+        "max_waiting": "Requests that may wait; more get 429. 0: unlimited.",
         "prefix_store": "Host memory for the beginnings of prompts, so that each is computed once; auto: a part of "
         "what is free, 0: none.",
     },
@@ -103,8 +103,10 @@ POLL_S = 0.1
 def worker(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where rank 0 listens.", show_default=False)],
     model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
-    ranks: Annotated[int, whole_option("Ranks here, a process each; on GPUs the first so many, one each.")] = 1,
-    patience: Annotated[float, number_option("Seconds to wait for a rank 0 that is not there yet.")] = PATIENCE_S,
+    ranks: Annotated[
+        int, whole_option("Ranks on this machine, one process each; on GPUs, one per GPU from the first.")
+    ] = 1,
+    patience: Annotated[float, number_option("Seconds to wait for rank 0 to start.")] = PATIENCE_S,
 ) -> None:
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it must be a whole number >= 1")

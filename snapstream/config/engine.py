@@ -223,7 +223,7 @@ class Settings:
         flag="--reselect-every",
         parse=lambda text: ReselectionConfig(every=whole(text)),
     )
-    dtype: DType = setting("float32", "Of the computation and of rows.")  # and of staging
+    dtype: DType = setting("float32", "Dtype of the computation and of rows.")  # and of staging
     kv_dtype: KVDType = setting("auto", kv_dtype_help())
     prefill_attention: PrefillAttentionName = setting(  # chosen, or refused, in kernels/backends
         "auto", "Kernel that attends prompts; auto: by a table, printed at the start.", metavar="NAME"
@@ -463,7 +463,7 @@ class EngineOptions(Settings):
         None, "Private folder in which the prefix store outlives the process. Default: none.", metavar="DIR"
     )
     prefix_disk: int | str = setting(
-        DISK_SIZE, "Most that --prefix-dir may hold.", metavar="SIZE", parse=lambda text: as_size("prefix_disk", text)
+        DISK_SIZE, "Maximum size of --prefix-dir.", metavar="SIZE", parse=lambda text: as_size("prefix_disk", text)
     )
     num_speculative_tokens: AutoCount = setting(
         "auto",

@@ -109,7 +109,7 @@ class ListenOptions:
 
     host: str = setting("127.0.0.1", "Address to listen at; 0.0.0.0 is every network.", metavar="ADDRESS")
     port: int = setting(8000, "Port; 0 takes a free one.")
-    api_key_file: Path | None = setting(None, "File of further keys, one a line.")
+    api_key_file: Path | None = setting(None, "File with more keys, one per line.")
     served_model_name: tuple[str, ...] = setting(
         (), "Name(s) that clients use; repeatable. Default: the folder's.", metavar="NAME"
     )
@@ -137,23 +137,23 @@ class ApiOptions:
     cors_origins: tuple[str, ...] = setting(
         (), "Origin whose pages may call this server; repeatable.", metavar="ORIGIN", flag="--cors-origin"
     )
-    root_path: str = setting("", "Prefix of a proxy in front, like /llm. Default: none.", metavar="PATH")
+    root_path: str = setting("", "Path prefix of a reverse proxy in front, like /llm. Default: none.", metavar="PATH")
     tool_parser: str = setting(
-        "auto", "How the model writes tool calls; auto goes by its chat template.", metavar="NAME"
+        "auto", "Format of the model's tool calls; auto detects it from the chat template.", metavar="NAME"
     )
     chat_template: Path | None = setting(None, "Jinja file to render conversations with. Default: the checkpoint's.")
     trusts_users: bool = setting(
-        False, "Special tokens spelled in messages of users and tools become such.", flag="--trust-users"
+        False, "Encode special tokens that user and tool messages spell out as special tokens.", flag="--trust-users"
     )
     reasoning_parser: ReasoningParser = setting(
-        "auto", "How the model marks its reasoning; auto goes by its chat template."
+        "auto", "How the model marks its reasoning; auto detects it from the chat template."
     )
     responses_store: int = setting(
         1000, "Responses of each key kept in memory for requests that refer to them; 0 keeps none."
     )
     has_page: bool = setting(True, "Do not serve the chat page at /.", flag="--no-page")
     has_vllm_names: bool = setting(
-        True, "Metrics under snapstream: only, not also under vllm:.", flag="--no-vllm-names"
+        True, "Publish metrics under snapstream: only, without the vllm: aliases.", flag="--no-vllm-names"
     )
 
     def __post_init__(self) -> None:
@@ -178,11 +178,9 @@ class DisaggregationOptions:
         metavar="ADDRESS",
     )
     transfer_port: int = setting(0, "With --role decode: its port; 0 takes a free one.")
-    transfer_ca: Path | None = setting(
-        None, "Authorities of the other side's certificate (PEM). Default: the system's."
-    )
+    transfer_ca: Path | None = setting(None, "CA file for the other side's certificate (PEM). Default: the system's.")
     transfer_secret_file: Path | None = setting(
-        None, "Secret that both sides know, mode 0600; or SNAPSTREAM_TRANSFER_SECRET."
+        None, "File with the shared secret, mode 0600; or SNAPSTREAM_TRANSFER_SECRET."
     )
 
     def __post_init__(self) -> None:
@@ -215,14 +213,14 @@ class ServeOptions(DisaggregationOptions, DraftOptions, ApiOptions, ListenOption
         "", "Key that resets the prefix store of all callers. Default: none.", metavar="KEY", envvar=ADMIN_VARIABLE
     )
     stall_timeout: float = setting(
-        STALL_TIMEOUT_S, "Seconds without a sign of progress after which the engine is ended. 0: never."
+        STALL_TIMEOUT_S, "Seconds without progress after which the engine is killed. 0: never."
     )
     stream_interval_ms: float = setting(
-        STREAM_INTERVAL_MS, "Tokens of steps that follow each other faster are sent together. 0: each step's at once."
+        STREAM_INTERVAL_MS, "Tokens of steps that are closer together than this are sent as one event. 0: one per step."
     )
     restart: bool = setting(True, "Do not restart an engine that died.", flag="--no-restart")
     log_format: Literal["text", "json"] = setting(
-        "text", "Of the log on stderr: a line for each request, never its text."
+        "text", "Format of the log on stderr: one line per request, never its text."
     )
     otlp_traces_endpoint: str | None = setting(
         None, "Send OpenTelemetry traces there. Needs the extra: snapstream-llm[otel].", metavar="URL"
@@ -315,8 +313,8 @@ class ProxyOptions(RequestLimits):
         None, "Folder with the upstream model's tokenizer, to count its tokens. Default: the draft's."
     )
     keep: float | None = setting(None, "Share of a long prompt that stays, in (0, 1]. Default: 0.25.")
-    max_tokens: int | None = setting(None, "Ceiling of a prompt in tokens, instead of --keep.")
-    threshold: int | None = setting(None, "Shorter prompts are left alone (tokens). Default: 1024.")
+    max_tokens: int | None = setting(None, "Maximum tokens of a prompt, instead of --keep.")
+    threshold: int | None = setting(None, "Prompts of fewer tokens stay uncompressed. Default: 1024.")
     look_ahead: int | None = setting(
         None, "Look-ahead queries of the draft whose attention scores count; 0: the prompt's last ones. Default: 8."
     )
@@ -329,14 +327,16 @@ class ProxyOptions(RequestLimits):
         metavar="KEY",
         flag="--api-key",
     )
-    api_key_file: Path | None = setting(None, "File of further keys, one a line.")
+    api_key_file: Path | None = setting(None, "File with more keys, one per line.")
     upstream_key: str | None = setting(
         None, "Key sent upstream. Default: the client's own.", metavar="KEY", envvar=UPSTREAM_KEY_VARIABLE
     )
     allowed_hosts: tuple[str, ...] = setting(
         (), "Host to answer to, in addition to localhost.", metavar="HOST", flag="--allowed-host"
     )
-    is_strict: bool = setting(False, "A failing draft is a 500, not an uncompressed prompt.", flag="--strict")
+    is_strict: bool = setting(
+        False, "Answer 500 if the draft fails, instead of sending the prompt uncompressed.", flag="--strict"
+    )
     drain_timeout: float = setting(30.0, "Seconds that open answers get after SIGTERM.")
     max_waiting: int = 64  # prompts waiting for the draft; more get 429
     connect_timeout_s: float = 5.0

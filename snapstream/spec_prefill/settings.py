@@ -164,15 +164,15 @@ class DraftOptions:
     """An engine's or server's draft, and how it compresses the prompts of requests that do not say."""
 
     draft: Path | None = setting(
-        None, "Draft's checkpoint folder: requests may have it shorten their prompts. Default: none."
+        None, "Checkpoint folder of a draft that compresses prompts on request. Default: none."
     )
     prompt_keep: float | None = setting(
-        None, "With --draft: share that stays of long prompts whose request does not say."
+        None, "With --draft: share to keep of long prompts, unless the request sets it."
     )
-    prompt_max_tokens: int | None = setting(
-        None, "With --draft: ceiling of a prompt in tokens, instead of --prompt-keep."
+    prompt_max_tokens: int | None = setting(None, "With --draft: maximum tokens of a prompt, instead of --prompt-keep.")
+    prompt_threshold: int | None = setting(
+        None, "With --draft: prompts of fewer tokens stay uncompressed. Default: 1024."
     )
-    prompt_threshold: int | None = setting(None, "With --draft: leave prompts of fewer tokens alone. Default: 1024.")
     draft_context_len: int | None = setting(None, "With --draft: tokens it reads at once. Default: the model's limit.")
 
     def __post_init__(self) -> None:
