@@ -452,7 +452,7 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """Of the compiling process; None while there is none."""
+        """Id of the compiling process; None while there is none."""
         process = self._process
         return None if process is None else process.pid
 

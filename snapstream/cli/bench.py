@@ -143,7 +143,7 @@ def bench(
 
 
 def make_tests(flags: BenchFlags) -> list[Test]:
-    """In order, each once; ValueError for lengths that are none."""
+    """The tests in order, without repeats; ValueError for invalid lengths."""
     prompts, outputs, depths = (
         numbers(name, getattr(flags, name)) for name in ("n_prompt", "n_gen", "n_depth")
     )  # fmt: skip

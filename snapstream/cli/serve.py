@@ -122,7 +122,7 @@ def worker(
 
 
 def environment(rank: int, ranks: int) -> dict[str, str]:
-    """Of one of several ranks: one GPU, and its share of the cores."""
+    """Environment of one of several ranks: one GPU, and its share of the cores."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpus = [name.strip() for name in visible.split(",")] if visible else [str(gpu) for gpu in range(ranks)]
     if len(gpus) < ranks:

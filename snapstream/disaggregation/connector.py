@@ -153,7 +153,7 @@ class KVSender:
         return wrapped, self._deadline_s, sha256(wrapped.getpeercert(binary_form=True) or b"").digest()
 
     def _send_all(self, connection: Connection) -> None:
-        """Until the report is out."""
+        """Send frames until the report is sent."""
         while True:
             if self._is_cancelled:
                 raise ConnectionFailed("cancelled")
@@ -535,7 +535,7 @@ class TcpConnector:
         return RowHeader.of(self._fingerprint, self._sizes, prompt_len, request.next_position, budget)
 
     def _take(self, key: str, what: ReceiveBuffer | str) -> None:
-        """On the receiver's threads."""
+        """Deliver a row or a failure; called on the receiver's threads."""
         report: PrefillReport | None = None
         if isinstance(what, ReceiveBuffer):
             assert what.report is not None
@@ -557,7 +557,7 @@ class TcpConnector:
         self._wake()
 
     def _sent(self, request_id: str, problem: str) -> None:
-        """On a sender's thread."""
+        """Note the end of a send; called on the sender's thread."""
         with self._lock:
             if request_id in self._senders:  # else cancelled in this moment
                 self._events.append(KVSent(request_id, problem))

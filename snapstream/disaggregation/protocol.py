@@ -114,7 +114,7 @@ class TransferSettings:
             raise ValueError(f"{self.cert} and {self.key} are not a certificate and its key (PEM): {error}") from None
 
     def server_context(self) -> ssl.SSLContext | None:
-        """Of the receiver; None without TLS."""
+        """TLS context of the receiver; None without TLS."""
         if self.cert is None or self.key is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -124,11 +124,11 @@ class TransferSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Of a sender, and of a client of a prefill server: certificate and name are checked."""
+        """TLS context of a sender, or of a client of a prefill server; certificate and host name are checked."""
         return ssl.create_default_context(cafile=None if self.ca is None else str(self.ca))
 
     def certificate_digest(self) -> bytes:
-        """Of this server's own certificate, the first of its file; empty without TLS."""
+        """SHA-256 of this server's certificate, the first in its file; empty without TLS."""
         if self.cert is None:
             return b""
         first = self.cert.read_text(encoding="ascii").partition("-----END CERTIFICATE-----")
@@ -168,7 +168,7 @@ class RowSizes:
     ] = ()  # by layer, bytes of a recurrent state in place of slots; empty: no layer has one
 
     def layer_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
-        """Of each layer of the row of a prompt."""
+        """Bytes of each layer of a prompt's row."""
         if self.heads is not None:
             budgets = self.heads.budgets
         else:

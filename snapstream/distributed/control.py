@@ -150,7 +150,7 @@ class ControlChannel:
         self.send_packed(pack(message))
 
     def send_packed(self, data: bytes) -> None:
-        """The same for a message that is packed once for several ranks."""
+        """Send a message that was packed once for several ranks."""
         with self._sends:
             self._connection.send(Kind.MESSAGE, data)
 
@@ -306,7 +306,7 @@ class WorkerRanks:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Of the workers on this machine."""
+        """Process ids of the workers on this machine."""
         return tuple(own.process.pid for own in self._all if own.process is not None)
 
     def spawn(self, rank: int, entry: str, environment: Mapping[str, str]) -> None:
@@ -390,11 +390,14 @@ class WorkerRanks:
                 own.channel.send(by_rank[own.rank])
 
     def hellos(self) -> list[Hello]:
-        """By rank, once ``wait("here")`` has returned."""
+        """The workers' greetings by rank; call after ``wait("here")``."""
         return [own.hello for own in sorted(self._all, key=lambda own: own.rank) if own.hello is not None]
 
     def wait(self, state: State, timeout_s: float) -> None:
-        """Until all workers are in ``state``. ValueError: one does not support the settings; RankLost: one is lost."""
+        """Wait until all workers are in ``state``.
+
+        ValueError if one does not support the settings, RankLost if one is lost.
+        """
         states = list(_ORDER.values())
         reached = states[states.index(state) :]
         deadline = monotonic() + timeout_s
@@ -426,7 +429,7 @@ class WorkerRanks:
             raise ValueError(self._lost.reason) if self._lost.kind == "value" else RankLost(self._lost.reason)
 
     def send(self, message: object) -> None:
-        """The same message to all. RankLost if one cannot receive it."""
+        """Send one message to all workers. RankLost if one cannot receive it."""
         self.check()
         data = pack(message)
         for own in self._all:

@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def ended_requests(self) -> Iterable[LiveRequest]:
-        """Of samples that have decoded, and whose rows the prefix store has not seen yet."""
+        """Requests of samples whose decode has ended and whose rows were not offered to the prefix store yet."""
         return (sample.request for sample in self._ended)
 
     def holds_id(self, request_id: str) -> bool:

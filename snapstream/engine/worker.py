@@ -212,7 +212,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """To the ``Probe``, ``ResetPrefixes`` or ``WhenIdle`` of that number."""
+    """Answer to the ``Probe``, ``ResetPrefixes`` or ``WhenIdle`` of that number."""
 
     number: int
     value: int
@@ -295,7 +295,7 @@ class EngineWorker:
         self._is_lent = False  # from the reply to ``WhenIdle`` to the next request, others may step the engine
 
     def run(self) -> None:
-        """Until ``Stop``; errors of the engine and of the port end it too."""
+        """Run until ``Stop``, or until the engine or the port raises."""
         self._report()
         while self._read():
             if self._is_lent:

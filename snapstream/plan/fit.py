@@ -281,7 +281,7 @@ def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_m
 
 
 def resolve_formats(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[WeightFormats, KVDType]:
-    """Of weights and of rows; rows are ``"auto"`` in the dtype of the computation. ValueError where they contradict.
+    """Formats of weights and rows; rows are ``"auto"`` in the compute dtype. ValueError where they conflict.
 
     Rows follow bf16 weights, of which keys and values are products: the evals found no accuracy that this costs
     (docs/research/accuracy.md).

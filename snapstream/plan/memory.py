@@ -115,11 +115,11 @@ class EngineMemory:
 
     @property
     def _bytes_everywhere(self) -> int:
-        """Of a row, on every rank."""
+        """Bytes of a row that every rank has."""
         return self.state_bytes + self.batch_bytes
 
     def rows_that_fit(self, free_bytes: int) -> int:
-        """On all ranks together; 0 or less where not even the fixed bytes fit."""
+        """Rows on all ranks together; 0 or less if even the fixed bytes do not fit."""
         room = free_bytes - self.fixed_bytes
         rounds, left = divmod(room, self.row_bytes + self.dp_size * self._bytes_everywhere)  # a row on each rank
         last = max(0, min((left - self.row_bytes) // self._bytes_everywhere, self.dp_size - 1))
@@ -211,7 +211,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
 
 
 def speculator_config(speculator: Speculator, max_rows: int) -> EngineConfig:
-    """Of the steps of a draft model of speculative decoding, for ``exec/draft_model.py``."""
+    """Config of the steps of a speculative draft model (``exec/draft_model.py``)."""
     slots, is_latent = speculator.num_slots, speculator.model.latent is not None
     return EngineConfig(
         budget=KVBudget.full(slots),

@@ -98,11 +98,11 @@ class Link:
     bytes_per_s: float
 
     def all_gather_s(self, num_bytes: float, size: int) -> float:
-        """Of ``num_bytes`` in all: every rank sends its part on, and what it gets but for the last."""
+        """Seconds to gather ``num_bytes`` in total: in a ring, every rank forwards all parts but one."""
         return 0.0 if size == 1 else self.latency_s + num_bytes * (size - 1) / size / self.bytes_per_s
 
     def all_reduce_s(self, num_bytes: float, size: int) -> float:
-        """Of ``num_bytes`` on every rank: as much again as to gather them."""
+        """Seconds to reduce ``num_bytes`` on every rank: twice the bytes of a gather."""
         return 0.0 if size == 1 else self.latency_s + 2 * num_bytes * (size - 1) / size / self.bytes_per_s
 
 
@@ -130,7 +130,7 @@ class StepTime:
 
     @property
     def tokens_per_s(self) -> tuple[float, ...]:
-        """Of all rows, over each of LINKS."""
+        """Tokens per second of all rows, over each of LINKS."""
         return tuple(self.num_rows / seconds for seconds in self.seconds)
 
 
@@ -165,7 +165,7 @@ class Predictor:
     def of(
         cls, model: ModelConfig, options: EngineOptions, formats: WeightFormats, bandwidth: float, flop_per_s: float
     ) -> Predictor:
-        """Of an engine with these options, on devices of ``bandwidth`` bytes per second."""
+        """Predictor of an engine with these options, on devices of ``bandwidth`` bytes per second."""
         return cls(
             model=model,
             parallel=options.parallel,
@@ -321,8 +321,9 @@ def prefix_plan(
     link: int,
     num_ranks: int = 1,
 ) -> PrefixPlan:
-    """For prompts of ``prompt_len`` tokens on a device of ``bandwidth`` bytes per second; ``model`` is that of one of
-    ``num_ranks``, all of which share the size of the store. ValueError for a store that holds not one block.
+    """The plan for prompts of ``prompt_len`` tokens on a device of ``bandwidth`` bytes per second.
+
+    ``model``: of one of ``num_ranks``, which share the size of the store. ValueError for a store of less than a block.
     """
     spec = kv_spec_of(model, dtype)
     token_bytes, stored = spec.prefix_token_bytes, num_ranks * spec.stored_token_bytes(store.snapshot_len)
@@ -456,7 +457,7 @@ class _Planner:
         self.spec = kv_spec_of(row_model, options.dtype, self.kv_dtype).limited(max_model_len)
 
     def budgets(self, given: Sequence[int]) -> list[KVBudget]:
-        """Of the table's lines but the first."""
+        """Budgets of all lines of the table but the first."""
         if None not in self.model.layer_windows:
             return []  # sliding windows alone: no budget changes a row
         queries = make_selector(self.options.selector).observation_len
@@ -467,7 +468,7 @@ class _Planner:
         return budgets
 
     def config(self, budget: KVBudget, here: Here | None = None) -> EngineConfig:
-        """Of an engine with such rows, on the planned device or on this machine."""
+        """Config of an engine with such rows, on the planned device or on this machine."""
         options, device = self.options, self.gpu.kind if here is None else here.device
         if here is not None and here.dtype is not None:
             options = replace(options, dtype=here.dtype)
@@ -482,7 +483,7 @@ class _Planner:
         return replace(full, kv_dtype=resolve_formats(self.model, options, device=device)[1])
 
     def memory(self, budget: KVBudget, here: Here | None = None) -> EngineMemory:
-        """Of that engine."""
+        """Memory of that engine."""
         return engine_memory(self.model, self.config(budget, here))
 
     def decode_bytes(self, num_rows: int) -> int:
@@ -528,7 +529,7 @@ class _Planner:
 
 
 def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None) -> tuple[int, int]:
-    """Of the prompt, and of a full row."""
+    """Lengths of the prompt and of a full row."""
     limit, max_model_len = model.max_position, options.max_model_len
     if prompt_len is None:
         prompt_len = min(max_model_len or limit, limit, MAX_PLANNED_LEN)

@@ -41,7 +41,7 @@ def set_text(options: Any, *names: str) -> None:
 
 
 def set_texts(options: Any, *names: str) -> None:
-    """The same for lists of texts, which become tuples."""
+    """Check lists of strings, which become tuples."""
     for name in names:
         value = getattr(options, name)
         check(
@@ -52,7 +52,7 @@ def set_texts(options: Any, *names: str) -> None:
 
 
 def set_paths(options: Any, *names: str) -> None:
-    """The same for paths; an empty string is None."""
+    """Check paths; an empty string becomes None."""
     for name in names:
         value = getattr(options, name)
         object.__setattr__(options, name, None if value in (None, "") else as_path(name, value))
@@ -281,7 +281,7 @@ class ServerSettings(ApiOptions, RequestLimits):
 
     @classmethod
     def of(cls, api: ApiOptions, **own: Any) -> ServerSettings:
-        """From the API's options, and the server's own settings."""
+        """Combine the API's options with the server's own settings."""
         return cls(**{each.name: getattr(api, each.name) for each in fields(ApiOptions)} | own)
 
     def __post_init__(self) -> None:

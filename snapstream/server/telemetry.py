@@ -191,7 +191,7 @@ class Metrics:
         yield closed
 
     def _row_totals(self, stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-        """Of KV transfer, if there is any."""
+        """Totals of KV transfer; empty without it."""
         if not self._has_transfers:
             return ()
         return (

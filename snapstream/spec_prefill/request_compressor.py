@@ -94,7 +94,7 @@ class StickyCompressor:
 
 
 def _digests(messages: Messages, settings: str) -> list[bytes]:
-    """Of every prefix of a conversation, the whole last."""
+    """Digests of every prefix of a conversation, shortest first."""
     digest = hashlib.sha256(settings.encode("utf-8", "surrogatepass")).digest()
     found = []
     for message in messages:

@@ -28,7 +28,7 @@ ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are deco
 
 
 def step_config(model: ModelConfig, budget: KVBudget, num_rows: int, *, dtype: str, device: str) -> EngineConfig | None:
-    """Of the draft's looped decode steps over ``num_rows`` rows; None where the draft decodes eagerly."""
+    """Config of the draft's looped decode over ``num_rows`` rows; None if the draft decodes eagerly."""
     if why_not_looped_cpu(model, dtype=dtype, device=device) is not None:
         return None
     return EngineConfig(budget=budget, max_model_len=budget.capacity, max_rows=num_rows, executor="looped")
@@ -122,12 +122,12 @@ def scoring_of(look_ahead: int | None, context_len: int | None, *, refuse_longer
 
 
 def chunks_of(chunk_len: int | None, **others: Any) -> ChunkSettings:
-    """The same for how text is cut."""
+    """Chunk settings from the flags of a command."""
     return ChunkSettings(chunk_len=0 if chunk_len is None else as_count("chunk_len", chunk_len, 1), **others)
 
 
 def protection_of(threshold: int | None) -> Protection:
-    """The same for what is never cut."""
+    """Protection from the flags of a command."""
     return Protection() if threshold is None else Protection(threshold=threshold)
 
 
@@ -183,7 +183,7 @@ class DraftOptions:
 
     @property
     def prompt_compression(self) -> PromptCompression | None:
-        """Of requests that state none; None: their prompts are left uncompressed."""
+        """Compression of requests that set none; None: their prompts stay uncompressed."""
         if self.prompt_keep is None and self.prompt_max_tokens is None:
             return None
         return PromptCompression(keep=self.prompt_keep, max_tokens=self.prompt_max_tokens)

@@ -80,7 +80,7 @@ MakeRunner = Callable[[Path, ModelConfig, EngineConfig, GrammarCompiler | None, 
 
 
 def grammar_compiler(tokenizer: PreTrainedTokenizerBase | None, model: ModelConfig) -> GrammarCompiler | None:
-    """For grammars over this model's vocabulary; None without a tokenizer."""
+    """Compiler of grammars over this model's vocabulary; None without a tokenizer."""
     if tokenizer is None:
         return None
     return GrammarCompiler(lambda: tokenizer_json(tokenizer), model.vocab_size, model.eos_token_ids)
@@ -311,7 +311,7 @@ def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
 
 
 def _digest(heads: HeadSlots) -> str:
-    """Of the slots of every kv head: engines are compatible if different profiles give the same slots."""
+    """Digest of the slots of every kv head: different profiles with the same slots are compatible."""
     return sha256(repr((heads.topk, heads.budget)).encode()).hexdigest()[:16]
 
 
@@ -557,7 +557,7 @@ def _work(channel: ControlChannel, folder: Path | None = None, store: Store | No
 
 
 def use_own_gpu() -> None:
-    """Of the GPUs that torchrun shows to all ranks of a machine, keep that of LOCAL_RANK."""
+    """Make only the GPU of LOCAL_RANK visible, of those that torchrun shows to all ranks of a machine."""
     local = os.environ.get("LOCAL_RANK", "")
     if local.isdigit():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

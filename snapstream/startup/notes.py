@@ -57,7 +57,7 @@ def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
     given, most = options.budget, config.budget.capacity
     if not isinstance(given, int) or given in (EngineOptions.budget, most) or given < config.max_model_len:
         return ""
-    return f"budget: {given:,} slots were asked for; a row has {most:,}, because no sequence is longer (max_model_len)"
+    return f"budget: {given:,} slots were requested; a row has {most:,}, because no sequence is longer (max_model_len)"
 
 
 def describe_latents(model: ModelConfig, config: EngineConfig) -> str:

@@ -135,7 +135,7 @@ class DropRequestId:
 
 
 def _secret(api_keys: tuple[str, ...]) -> bytes:
-    """Of namespaces: the same at every ingress; a caller with only one of the keys cannot compute it."""
+    """Secret of the namespaces: the same at every ingress; one API key alone does not reveal it."""
     return sha256(b"\0".join([b"snapstream namespaces", *(key.encode() for key in sorted(api_keys))])).digest()
 
 
@@ -231,7 +231,7 @@ class EngineReplica:
             self._engine.reset_prefixes(namespace)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For ``ScaleByLoad``."""
+        """Metrics for ``ScaleByLoad``."""
         load = self._load()
         return {"rows": load.rows, "open_rows": load.open_rows, "queued_tokens": load.queued_tokens}
 

@@ -129,7 +129,7 @@ FOR_EVER = -1  # restarts, and calls that are made again
 
 @dataclass(frozen=True)
 class Keys:
-    """Of one cluster."""
+    """The keys of one cluster."""
 
     secret: bytes
     authority: Identity
@@ -146,13 +146,13 @@ class KeyKeeper:
 
 
 def sender_settings() -> TransferSettings:
-    """Of a replica that sends rows. It blocks. RayError if the cluster has no keeper and can start none."""
+    """Settings of a replica that sends rows. Blocks. RayError if the cluster has no keeper and can start none."""
     keys = _shared()
     return TransferSettings(secret=keys.secret, ca=as_file("rows-ca", keys.authority.certificate))
 
 
 def receiver_settings() -> TransferSettings:
-    """Of a replica at which rows arrive: at its machine's address in the cluster, a free port, over TLS.
+    """Settings of a replica that receives rows: at its machine's address in the cluster, a free port, over TLS.
 
     It blocks. RayError as above.
     """

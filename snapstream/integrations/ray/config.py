@@ -32,7 +32,7 @@ TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it
 
 
 def prepare(address: str | None) -> None:
-    """For a cluster of our own (None), or a client of the one at ``address``.
+    """Set Ray's environment for a new cluster (None), or for a client of the one at ``address``.
 
     A cluster that Ray starts asks for a token, but its clients send theirs only if configured to.
     """
@@ -91,7 +91,7 @@ class ReplicaSettings:
 
     @property
     def most(self) -> int:
-        """How many there may be."""
+        """Maximum number of replicas."""
         return self.max_replicas or self.replicas
 
 
@@ -156,7 +156,7 @@ class DeployConfig(ListenOptions):
             raise ValueError(f"prefill: keys of rows are held in files in memory, which {sys.platform} does not have")
 
     def options_of(self, own: ReplicaSettings) -> EngineOptions:
-        """Of the engines of one kind of replica. Those that others prefill for have no prefix store."""
+        """Engine options of one kind of replica. Replicas that only decode have no prefix store."""
         options = replace(self.engine, tensor_parallel=own.tensor_parallel or self.engine.tensor_parallel)
         if self.prefill is not None:  # rows are transferred: "auto" is equal heads
             options = replace(options, heads=None)
@@ -177,7 +177,7 @@ def read_config(path: Path) -> DeployConfig:
 
 
 def config_of(table: Any) -> DeployConfig:
-    """The same from the parsed file."""
+    """The config from the parsed file."""
     given = dict(_table("", table))
     sections: dict[str, Any] = {
         name: _make(kind, name, given.pop(name, {}))

@@ -98,7 +98,7 @@ class ScaleByLoad:
     """
 
     def __init__(self, rows_in_use: float | None = None, queued_tokens: int | None = None) -> None:
-        """Of one replica: the share of its rows that should be open, and the prompt tokens that may wait."""
+        """Targets per replica: the share of its rows in use, and the prompt tokens that may wait."""
         self._rows_in_use, self._queued_tokens = rows_in_use, queued_tokens
 
     def __call__(self, context: Metrics) -> tuple[int, dict[str, Any]]:
@@ -169,7 +169,7 @@ def _fits(load: Load, num_rows: int, most: int) -> bool:
 
 
 def rank_for_prefill(loads: Mapping[str, Load], key: bytes, num_tokens: int) -> list[str]:
-    """The same for prefill replicas and a prompt of ``num_tokens``."""
+    """Prefill replicas for a prompt of ``num_tokens``, the best first."""
     idlest = sorted(loads, key=lambda name: (loads[name].queued_tokens, loads[name].open_rows, name))
     if not key:
         return idlest
@@ -271,7 +271,7 @@ class ReplicaRegistry:
                 self._loads[name] = replace(self._loads.get(name, Load()), unavailable=why)
 
     def claim(self, size: int) -> Claim:
-        """For a request that is about to be sent to a replica."""
+        """Claim capacity for a request that is about to be sent to a replica."""
         return Claim(self._lock, self._own, size)
 
     def stats(self) -> EngineStats:

@@ -148,7 +148,7 @@ class ModelMetadata:
 
     @property
     def fingerprint(self) -> str:
-        """Of model, version and settings of the engine: where it differs, answers may."""
+        """Hash of model, version and engine settings; if it changes, answers may change."""
         parts = (__version__, self.name, self.vocab_size, self.num_layers, self.num_kv_heads, self.engine)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 

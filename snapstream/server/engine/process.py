@@ -105,7 +105,7 @@ class PipePort:
             end.setblocking(False)
 
     def wake(self) -> None:
-        """From any thread: there is an event besides the messages."""
+        """Wake the loop for an event that is not a message. Thread-safe."""
         with suppress(BlockingIOError):  # a wake-up is pending
             self._wake_send.send(b"\0")
 
@@ -216,7 +216,7 @@ def _connect(spec: EngineSpec, settings: TransferSettings, llm: LLM, port: PipeP
 
 
 def _transfer_notes(spec: EngineSpec, connector: TcpConnector | None) -> tuple[str, ...]:
-    """Of the KV transfer, for the log."""
+    """Lines for the log about KV transfer."""
     if connector is None or spec.transfer is None:
         return ()
     if connector.address is None:

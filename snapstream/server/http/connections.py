@@ -107,7 +107,7 @@ def raise_file_limit() -> int:
 
 
 def connections_for(num_files: int) -> Connections:
-    """For a server that may open so many files; one address gets half of the connections."""
+    """Limits for a process that may open ``num_files``; one address gets half of the connections."""
     most = max(LEAST, num_files - SPARE_FILES)
     return Connections(most, max(LEAST, most // 2))
 
@@ -136,7 +136,7 @@ class ConnectionGuard:
     num_malformed: int = 0  # requests that were no HTTP
 
     def protocol(self) -> type[asyncio.Protocol]:
-        """For uvicorn's ``Config(http=...)``."""
+        """The protocol class for uvicorn's ``Config(http=...)``."""
         guard = self
 
         class Bound(GuardedProtocol):

@@ -143,7 +143,7 @@ class ApiError(Exception):
 
     @property
     def reason(self) -> str:
-        """For metrics: its code, else its type."""
+        """Label for metrics: the code, or else the type."""
         return self.code or self.kind
 
     def body_for(self, api: Api | None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class ApiError(Exception):
         return ErrorResponse(self, self.body_for(api))
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error with the API's own names of fields."""
+        """A copy with the API's own names of fields."""
         param = self.param if self.param is None else names.get(self.param, self.param)
         return ApiError(
             self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers,
@@ -233,7 +233,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return internal().response(api_of(request.scope))
 
     def _methods(request: Request) -> str:
-        """Of all routes at this path: Starlette names those of the first."""
+        """Methods of all routes at this path; Starlette lists those of the first route only."""
         methods = {
             name
             for name in ("DELETE", "GET", "POST")

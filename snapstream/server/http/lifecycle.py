@@ -159,7 +159,7 @@ class StartupApp:
         await self._app(scope, receive, send)
 
     def start(self, app: ASGIApp, state: Drainable) -> None:
-        """From now on ``app`` answers, and ``state`` drains."""
+        """Forward to ``app`` from now on, and drain ``state``."""
         self._app, self._state = app, state
         state.is_draining = self._is_draining
 

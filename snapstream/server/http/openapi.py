@@ -85,7 +85,7 @@ def object_of(members: Mapping[str, Any]) -> dict[str, Any]:
 def answers(
     members: Mapping[str, Any], *, can_stream: bool = False, error: Mapping[str, Any] = ERROR
 ) -> dict[int | str, dict[str, Any]]:
-    """For ``responses=`` of a route whose answer is an object with at least ``members``."""
+    """The ``responses=`` of a route that answers with an object with at least ``members``."""
     content: dict[str, Any] = {"application/json": {"schema": object_of(members)}}
     if can_stream:
         content["text/event-stream"] = {}  # frames, in a form that depends on the API

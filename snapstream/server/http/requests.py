@@ -198,7 +198,7 @@ class RequestContext:
         log.info("answered", extra={"fields": self.fields(status, reason)})
 
     def fields(self, status: int, reason: str) -> dict[str, Any]:
-        """For the log; nothing of a prompt or an answer."""
+        """Fields of the log line; no text of a prompt or an answer."""
         return {
             "request": self.request_id,
             "path": self.path,

@@ -203,7 +203,7 @@ def too_long(num_prompt: int, max_tokens: int | None, limit: int, param: str) ->
 
 
 def too_many_chars(num_chars: int, longest: int, limit: int, param: str) -> ApiError:
-    """The same for a text that is too long whatever its tokens. ``longest``: characters of the longest token."""
+    """As ``too_long``, for a text too long for any tokenization. ``longest``: characters of the longest token."""
     return ContextLengthError(
         f"This model's maximum context length is {limit} tokens; "
         f"the prompt has {num_chars} characters, more than that many tokens can encode.",

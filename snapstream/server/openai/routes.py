@@ -177,7 +177,7 @@ class Answer(ABC):
 
     @abstractmethod
     def whole_choice(self, choice: int) -> dict[str, Any]:
-        """The same for an answer that is not streamed."""
+        """The whole choice of an answer that is not streamed."""
 
     @property
     def num_reasoning_tokens(self) -> int | None:

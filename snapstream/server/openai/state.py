@@ -347,7 +347,7 @@ class ServerState(Admission):
         return await self.handle(context, watched)
 
     def namespace(self, request: HttpRequest, salt: Any = None) -> str:
-        """Of the prefix store, for a request of this caller."""
+        """The caller's namespace in the prefix store."""
         return self._namespaces.of(getattr(request.state, "caller", b""), salt)
 
     async def drain(self, timeout_s: float) -> None:

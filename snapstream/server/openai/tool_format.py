@@ -250,7 +250,7 @@ MAX_DEPTH = 100  # of brackets; parsers of JSON take 200 to 1,000
 
 
 class ArgumentReader(Protocol):
-    """Of one call. ``is_closed``: the arguments have ended."""
+    """Reads the arguments of one call. ``is_closed``: the arguments have ended."""
 
     is_closed: bool
 

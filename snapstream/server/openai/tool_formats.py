@@ -80,7 +80,7 @@ def object_head(text: str, place: int, names: Collection[str]) -> tuple[str, int
 
 
 def object_call(rules: GrammarBuilder, function: Function, key: str) -> str:
-    """The same as a grammar expression."""
+    """A call that is an object, as a grammar expression."""
     head = rules.text(f'{{"name": {json.dumps(function.name)}, "{key}": ')
     return f"{head} {rules.arguments(function)} {rules.text('}')}"
 

@@ -110,7 +110,7 @@ def test_full_attention_is_a_row_of_the_context() -> None:
         config = decided(budget=budget, max_rows=1)
         assert (config.budget.capacity, config.budget.num_topk) == (131_072, 0)
         said = describe_budget(EngineOptions(budget=budget), config)
-        assert said == ("" if budget != 10**6 else "budget: 1,000,000 slots were asked for; a row has 131,072, because "
+        assert said == ("" if budget != 10**6 else "budget: 1,000,000 slots were requested; a row has 131,072, because "
                         "no sequence is longer (max_model_len)")  # fmt: skip
     with pytest.raises(ValueError, match="max_model_len is 131073; the model's context is 131072 tokens"):
         decided(max_model_len=131_073)
