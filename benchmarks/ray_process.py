@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.integrations.ray.config import prepare
-from snapstream.integrations.ray.registry import ReplicaRegistry, Report, Route
+from snapstream.integrations.ray.replicas import ReplicaRegistry, Report, Route
 
 START_S = 600.0  # for a cluster, and replicas of the tiny model, on a machine that is busy with other things
 END_S = 120.0

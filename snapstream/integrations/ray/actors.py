@@ -31,8 +31,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray.certificates import receiver_settings, sender_settings
 from snapstream.integrations.ray.config import DeployConfig
-from snapstream.integrations.ray.engine import ReplicaLost, ReplicaPrefill, ReplicatedEngine
-from snapstream.integrations.ray.registry import TICK_S, DeltaBatch, Fault, Leases, Load, Report, Route
+from snapstream.integrations.ray.replicas import (
+    TICK_S,
+    DeltaBatch,
+    Fault,
+    Leases,
+    Load,
+    ReplicaLost,
+    ReplicaPrefill,
+    ReplicatedEngine,
+    Report,
+    Route,
+)
 from snapstream.models.tokenizer import find_tokenizer, read_template
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead, EngineSpec, ModelMetadata, RequestDelta

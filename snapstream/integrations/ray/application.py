@@ -31,7 +31,7 @@ from ray.serve.schema import LoggingConfig
 
 from snapstream.integrations.ray.actors import EngineReplica, Ingress
 from snapstream.integrations.ray.config import DecodeSettings, DeployConfig, ReplicaSettings, config_of, read_config
-from snapstream.integrations.ray.registry import Route, ScaleByLoad
+from snapstream.integrations.ray.replicas import Route, ScaleByLoad
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import rank_config
 from snapstream.server.engine.api import EngineSpec

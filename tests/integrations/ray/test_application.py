@@ -13,7 +13,7 @@ from ray.serve import Application
 
 from snapstream.integrations.ray.application import build, scaling_of
 from snapstream.integrations.ray.config import DecodeSettings
-from snapstream.integrations.ray.registry import ScaleByLoad
+from snapstream.integrations.ray.replicas import ScaleByLoad
 from snapstream.server.run import CannotLoad
 
 

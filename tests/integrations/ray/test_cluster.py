@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from benchmarks.ray_process import Deployed, ReplicaWatch
-from snapstream.integrations.ray.registry import Report
+from snapstream.integrations.ray.replicas import Report
 from snapstream.llm import LLM
 from snapstream.types import SamplingParams
 from tests.waiting import until

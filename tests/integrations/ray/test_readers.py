@@ -7,8 +7,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from snapstream.integrations.ray.engine import ReplicaLost, ReplicaPrefill
-from snapstream.integrations.ray.registry import Fault, Load, ReplicaRegistry, Route, ScaleByLoad, rank_for_prefill
+from snapstream.integrations.ray.replicas import (
+    Fault,
+    Load,
+    ReplicaLost,
+    ReplicaPrefill,
+    ReplicaRegistry,
+    Route,
+    ScaleByLoad,
+    rank_for_prefill,
+)
 from snapstream.server.engine.api import RequestDelta, SampleDelta
 from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.types import FinishReason, RowTicket

@@ -10,7 +10,7 @@ import pytest
 
 from snapstream.config import EngineConfig, KVBudget, PrefixStoreConfig
 from snapstream.engine.worker import EngineStats
-from snapstream.integrations.ray.registry import (
+from snapstream.integrations.ray.replicas import (
     NUM_TICKS,
     Leases,
     Load,

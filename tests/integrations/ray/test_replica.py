@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray import actors
-from snapstream.integrations.ray.registry import DeltaBatch, Fault, Route
+from snapstream.integrations.ray.replicas import DeltaBatch, Fault, Route
 from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats, RequestDelta, SampleDelta
 from snapstream.types import FinishReason, QueueFull, Request, SamplingParams
 from tests.integrations.ray.test_replicated_engine import FACTS

@@ -11,8 +11,16 @@ import pytest
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.worker import Deltas
-from snapstream.integrations.ray.engine import MAX_TRIES, ReplicaLost, ReplicatedEngine
-from snapstream.integrations.ray.registry import DeltaBatch, Fault, Load, Report, Route
+from snapstream.integrations.ray.replicas import (
+    MAX_TRIES,
+    DeltaBatch,
+    Fault,
+    Load,
+    ReplicaLost,
+    ReplicatedEngine,
+    Report,
+    Route,
+)
 from snapstream.models.registry import read_model_config
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta, SampleDelta
 from snapstream.types import FinishReason, QueueFull, Request, SamplingParams
