@@ -21,7 +21,7 @@ from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import read_model_config
 from snapstream.server.engine.api import EngineSpec
-from snapstream.server.engine.process_main import build
+from snapstream.server.engine.process import build
 from snapstream.types import SamplingParams
 
 SMALL: dict[str, Any] = {"budget": 128, "max_model_len": 600, "max_rows": 2}
