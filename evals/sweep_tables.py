@@ -76,7 +76,7 @@ def goals() -> str:
 
 
 def _above(lines: dict[tuple[str, int], dict[str, list[Result]]], group: str, prompt_len: int) -> str:
-    """Does an arm within the papers do better at equal slots? Hops are ours and not compared."""
+    """Does an arm within the papers do better at equal slots? Hops and per-head budgets are ours and not compared."""
     better = []
     for (arm, slots), line in lines.items():
         own = lines.get(("snapstream", slots), {}).get(group)
