@@ -1,5 +1,6 @@
 """The HTTP server; the engine runs in a separate process.
 
-``apis.py`` lists the wire APIs (``openai/``, ``responses/``, ``anthropic/``), ``http/`` serves any of them, ``engine/``
-runs the engine process, ``page/`` is the chat page. ``app.py`` puts them together, ``run.py`` serves them on a socket.
+``apis.py`` lists the wire APIs (``openai/``, ``responses/``, ``anthropic.py``), ``http/`` serves any of them,
+``engine/`` runs the engine process, ``page/`` is the chat page. ``app.py`` puts them together, ``run.py`` serves them
+on a socket.
 """
