@@ -3,7 +3,7 @@
 B0 calls every stage of every layer, B1 every layer, and B2 is one call for the whole step. Variants of an arm take
 turns, so that a shared machine disturbs them alike. A bound is max(bytes / read bandwidth, operations / rate), both
 measured by the same threads in the same run: bytes of weights and of visible slots, multiply-adds of products and
-attention.
+attention. That of stages adds the bounds of attention and of products, since a barrier separates them.
 
     python -m benchmarks.looping --quick            # two shapes, short contexts: some four minutes
     python -m benchmarks.looping --save             # all of it; with --seconds 1 it took seven minutes
@@ -69,12 +69,12 @@ def variants_of(ladder: Ladder) -> dict[str, Callable[[], None]]:
 def figure_of(times: list[float], ladder: Ladder, limits: Limits) -> dict[str, float]:
     """Of one variant: the median, and the tenth percentile, which other programs disturb least."""
     best = sorted(times)[len(times) // 10]
-    bound = limits.seconds(ladder)
     return {
         "ms": median(times) * 1e3,
         "p10_ms": best * 1e3,
         "of_bandwidth": ladder.num_bytes / limits.read_bytes_per_s / best,
-        "times_bound": best / bound,
+        "times_bound": best / limits.seconds(ladder),
+        "times_stages": best / limits.stages(ladder),
     }
 
 
@@ -112,7 +112,8 @@ def print_arm(figure: dict[str, Any]) -> None:
     rungs = ", ".join(f"{name} {figure[name]['p10_ms']:.3f}" for name in ("B0", "B1", "B2"))
     two = figure["B2"]
     print(f"{figure['shape']} {figure['width']} batch {figure['batch']} context {figure['context']}: {rungs} ms; "
-          f"B2 {two['of_bandwidth']:.0%} of the bandwidth, {two['times_bound']:.2f} x bound", flush=True)  # fmt: skip
+          f"B2 {two['of_bandwidth']:.0%} of the bandwidth, {two['times_bound']:.2f} x bound, "
+          f"{two['times_stages']:.2f} x that of its stages", flush=True)  # fmt: skip
 
 
 def ablations(args: argparse.Namespace) -> dict[str, Any]:

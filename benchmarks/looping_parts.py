@@ -50,12 +50,23 @@ class Limits:
 
     def seconds(self, ladder: Ladder) -> float:
         """Nothing is faster than the slower of reading and computing."""
-        computing = (
+        computing = ladder.attention_operations / self.operations_per_s + self._products(ladder)
+        return max(ladder.num_bytes / self.read_bytes_per_s, computing)
+
+    def stages(self, ladder: Ladder) -> float:
+        """The same of attention and of products, which barriers separate: one is not read while the other computes."""
+        attention = ladder.attention_operations / self.operations_per_s
+        weight_bytes = ladder.num_bytes - ladder.row_bytes
+        return max(ladder.row_bytes / self.read_bytes_per_s, attention) + max(
+            weight_bytes / self.read_bytes_per_s, self._products(ladder)
+        )
+
+    def _products(self, ladder: Ladder) -> float:
+        return (
             ladder.num_operations / self.operations_per_s
             + ladder.num_bf16_operations / self.bf16_operations_per_s
             + ladder.num_code_operations / self.code_operations_per_s
         )
-        return max(ladder.num_bytes / self.read_bytes_per_s, computing)
 
     def best(self, other: Limits) -> Limits:
         """The better of two measurements."""
@@ -139,15 +150,17 @@ class Ladder:
     rows: torch.Tensor
     logits: torch.Tensor
     num_layers: int
-    num_bytes: float
-    num_operations: float  # in fp32
+    num_bytes: float  # of weights and rows
+    row_bytes: float
+    attention_operations: float  # in fp32
+    num_operations: float  # of products in fp32
     num_bf16_operations: float
     num_code_operations: float  # in int8
 
     @property
     def all_operations(self) -> float:
         """Whatever in."""
-        return self.num_operations + self.num_bf16_operations + self.num_code_operations
+        return self.attention_operations + self.num_operations + self.num_bf16_operations + self.num_code_operations
 
     @property
     def num_stages(self) -> int:
@@ -197,7 +210,9 @@ def ladder_of(runner: ModelRunner, batch: int, context: int, threads: int) -> La
         logits=torch.empty(batch, model.vocab_size),
         num_layers=model.num_layers,
         num_bytes=decode_weight_bytes(model, "float32", runner.config.weights) + batch * spec.row_bytes(context),
-        num_operations=2.0 * batch * (attention + parameters * (inputs == "fp32")),
+        row_bytes=batch * spec.row_bytes(context),
+        attention_operations=2.0 * batch * attention,
+        num_operations=2.0 * batch * parameters * (inputs == "fp32"),
         num_bf16_operations=2.0 * batch * parameters * (inputs == "bf16"),
         num_code_operations=2.0 * batch * parameters * (inputs == "int8"),
     )

@@ -29,13 +29,15 @@ constexpr int VECS = PANEL / W;  // vectors of 32 rows
 inline int64_t panels_of(const Stack& stack) { return (stack.rows + PANEL - 1) / PANEL; }
 inline int64_t padded(int64_t cols) { return (cols + ALIGN_K - 1) / ALIGN_K * ALIGN_K; }
 
-// What the forms below have in common: COLS columns and BYTES of a unit, HEAD bytes before the units of a group;
+// What the forms below have in common: COLS columns and BYTES of a unit, HEAD bytes before the units of a group; IS_QUICK:
+// numbers are widened beside multiply-adds that take as long;
 // scale(head, v): what the group says of vector v of rows; stored(unit, v): what lies there; widen(stored, c, scale):
 // the numbers of column c of the unit.
 struct NoScale {};
 
 struct PlainF32 {
     static constexpr int COLS = 1, BYTES = 128, HEAD = 0;
+    static constexpr bool IS_QUICK = true;
     static INLINE NoScale scale(const char*, int) { return {}; }
     static INLINE vec stored(const char* unit, int v) { return load(reinterpret_cast<const float*>(unit) + v * W); }
     static INLINE vec widen(vec stored, int, NoScale) { return stored; }
@@ -43,13 +45,21 @@ struct PlainF32 {
 
 struct PairsBF16 {
     static constexpr int COLS = 2, BYTES = 128, HEAD = 0;
+    static constexpr bool IS_QUICK = true;
     static INLINE NoScale scale(const char*, int) { return {}; }
     static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
     static INLINE vec widen(bits both, int c, NoScale) { return as_floats(c ? both & 0xffff0000u : both << 16); }
+    static INLINE vec widen_without_mask(bits both, int c) {  // where a mask would take the register that is left
+#if ISA == 256
+        if (c) asm("vpsrld $16, %0, %0" : "+x"(both));
+#endif
+        return as_floats(both << 16);
+    }
 };
 
 struct HalfF16 {
     static constexpr int COLS = 1, BYTES = 64, HEAD = 0;
+    static constexpr bool IS_QUICK = true;
     static INLINE NoScale scale(const char*, int) { return {}; }
     static INLINE vec stored(const char* unit, int v) {
         return load_half(reinterpret_cast<const uint16_t*>(unit) + v * W);
@@ -62,6 +72,7 @@ struct HalfF16 {
 template <int BITS>
 struct Codes {
     static constexpr int COLS = 32 / BITS, BYTES = 128, HEAD = 2 * PANEL;
+    static constexpr bool IS_QUICK = false;
     static constexpr bool LOOKS_UP = ISA == 512 && BITS == 4;
     static INLINE vec scale(const char* head, int v) {
         const float factor = LOOKS_UP ? 1.0f : 1.0f / (1u << (32 - BITS));
@@ -87,6 +98,7 @@ struct Codes {
 // The eight bits of a scale are the exponent of a float. Of a code the first three bits choose a magnitude.
 struct Mxfp4 {
     static constexpr int COLS = 8, BYTES = 128, HEAD = PANEL;
+    static constexpr bool IS_QUICK = false;
     static INLINE vec scale(const char* head, int v) {
         typedef uint8_t bytes __attribute__((vector_size(W)));
         bytes own;
@@ -229,17 +241,30 @@ struct Packed {
     int64_t stride;
 };
 
-// What of the memory behind the weights in work is asked for meanwhile: `step` bytes per unit from `from` on.
+// What of the memory behind the weights in work is asked for meanwhile: `step` bytes per unit from `from` on, at most so
+// many LINES of 64, and `head` bytes per group.
 struct Prefetch {
     const char* from;
     int64_t step, apart = 0;  // apart: from one panel to the other that is multiplied with it
+    int64_t head = 0;
+    template <int P, int LINES>
+    INLINE void ask(int64_t bytes) {  // of each of P panels
+        UNROLL for (int p = 0; p < P; ++p)
+            UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(from + p * apart + i * 64);
+        from += bytes;
+    }
 };
+
+// A tile of part of a panel has company at its block.
+template <class Form>
+constexpr int lines_of(int tokens) { return wide(tokens) == VECS ? (Form::BYTES + 63) / 64 : 1; }
 
 // `cols` columns of so many vectors of rows, from vector v on, times T tokens, added to sums [P][T][32]; of P panels at
 // once: with few tokens one gives too few sums to keep the units for them busy.
 template <class Form, int T, int P = 1>
 void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, int v, float* sums, Prefetch fetch) {
     constexpr int WIDE = wide(T), VECTORS = P * WIDE;  // vector i is i % WIDE of panel i / WIDE
+    constexpr bool RELOADS = W == 8 && Form::COLS == 2 && T > 1 && (T + 2) * VECTORS > 12;  // for want of registers
     const auto place = [&](int i) { return weight + i / WIDE * fetch.apart; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
     vec acc[T][VECTORS];
@@ -252,27 +277,24 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
         weight += Form::HEAD;
         for (int64_t unit = 0; unit < group / Form::COLS; ++unit) {
             decltype(Form::stored(weight, 0)) stored[VECTORS];
-            UNROLL for (int i = 0; i < VECTORS; ++i) stored[i] = Form::stored(place(i), v + i % WIDE);
             UNROLL for (int c = 0; c < Form::COLS; ++c) {
+                if constexpr (RELOADS) asm volatile("" : "+r"(weight));  // hidden, or they would be kept
+                if (c == 0 || RELOADS)
+                    UNROLL for (int i = 0; i < VECTORS; ++i) stored[i] = Form::stored(place(i), v + i % WIDE);
                 vec w[VECTORS];
-                UNROLL for (int i = 0; i < VECTORS; ++i) w[i] = Form::widen(stored[i], c, scales[i]);
+                UNROLL for (int i = 0; i < VECTORS; ++i)
+                    if constexpr (RELOADS) w[i] = Form::widen_without_mask(stored[i], c);
+                    else w[i] = Form::widen(stored[i], c, scales[i]);
                 UNROLL for (int t = 0; t < T; ++t) {
                     const vec own = all(x[c * T + t]);
                     UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] += w[i] * own;
                 }
             }
-            UNROLL for (int p = 0; p < P; ++p) {
-                __builtin_prefetch(fetch.from + p * fetch.apart);
-                if constexpr (Form::BYTES > 64) __builtin_prefetch(fetch.from + p * fetch.apart + 64);
-            }
-            fetch.from += fetch.step;
+            fetch.template ask<P, lines_of<Form>(T)>(fetch.step);
             weight += Form::BYTES;
             x += Form::COLS * T;
         }
-        if constexpr (Form::HEAD > 0) {
-            UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * fetch.apart + 64);
-            fetch.from += Form::HEAD;
-        }
+        if constexpr (Form::HEAD > 0) fetch.template ask<P, 1>(fetch.head);
     }
     UNROLL for (int t = 0; t < T; ++t)
         UNROLL for (int i = 0; i < VECTORS; ++i) store(sum(t, i), acc[t][i]);
@@ -296,10 +318,10 @@ INLINE void whole_panels(const Stack& stack, const char* panel, const float* x, 
     const int64_t unit = Form::HEAD ? stack.group : Form::COLS;
     const int64_t near = std::min(cols, (AHEAD * cols / bytes + unit - 1) / unit * unit), split = cols - near;
     const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
-    if (split) own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart});
+    if (split) own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart, Form::HEAD});
     const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;
     own(stack, panel + offset<Form>(stack, split), x + split * groups.tokens, near, 0, sums,
-        {next, Form::BYTES, apart});
+        {next, Form::BYTES, apart, Form::HEAD});
 }
 
 // Few tokens: every weight is read by one tile, as it lies.
@@ -308,18 +330,26 @@ void product_once(const Stack& stack, const char* panel, const float* x, const G
     whole_panels<Form, 1>(stack, panel, x, groups, sums, tile_of<Form>(groups.tokens, UpToMost{}));
 }
 
-// More of them: a block of columns is widened, and all tokens use it before the next. While they do they ask for the
-// next block, each group for its share, so that memory never waits for arithmetic.
+// What tiles ask for that begin at vector v for a group of tokens, while all of them use a block of so many units: of the
+// `bytes` of the next block each asks for its share, so that memory never waits for arithmetic.
+inline Prefetch share_of(const char* next, int64_t bytes, int64_t units, const Groups& groups, int64_t group, int v) {
+    const int64_t vectors = groups.count * VECS;
+    return {next + bytes * (group * VECS + v) / vectors,
+            (bytes * wide(groups.size(group)) + units * vectors - 1) / (units * vectors)};
+}
+
+// More of them: all tokens use a block of columns before the next. It is widened first, unless a tile does that as fast.
 template <class Form>
 void product_in_blocks(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
-    alignas(64) float block[BLOCK_K * PANEL];
+    using Used = std::conditional_t<Form::IS_QUICK, Form, PlainF32>;
+    alignas(64) float block[Form::IS_QUICK ? 1 : BLOCK_K * PANEL];
     const int64_t cols = padded(stack.cols);
     for (int64_t first = 0; first < cols; first += BLOCK_K) {
         const int64_t count = std::min(BLOCK_K, cols - first);
         const char* weight = panel + offset<Form>(stack, first);
         const char* next = panel + offset<Form>(stack, first + BLOCK_K);
         const char* from = weight;
-        if constexpr (!std::is_same_v<Form, PlainF32>) {
+        if constexpr (!Form::IS_QUICK) {
             for (int v = 0; v < VECS; ++v)
                 for_units<Form>(stack, weight, count, v, [&](vec numbers, int64_t col) {
                     store(block + col * PANEL + v * W, numbers);
@@ -328,12 +358,10 @@ void product_in_blocks(const Stack& stack, const char* panel, const float* x, co
         }
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
-            const Tile own = tile_of<PlainF32>(size, UpToMost{});
-            const int64_t bytes = next - weight;
-            const Prefetch fetch{next + bytes * group / groups.count, bytes / (BLOCK_K * groups.count)};
+            const Tile own = tile_of<Used>(size, UpToMost{});
             for (int v = 0; v < VECS; v += wide(size))
                 own(stack, from, x + begin * cols + first * size, count, v, sums + begin * PANEL,
-                    v ? Prefetch{from, 0} : fetch);
+                    share_of(next, next - weight, BLOCK_K / Used::COLS, groups, group, v));
         }
     }
 }

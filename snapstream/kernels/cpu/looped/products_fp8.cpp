@@ -102,12 +102,11 @@ void in_blocks(const Stack& stack, const char* panel, const float* x, const Grou
         const char* next = panel + (first + count) * PANEL;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
-            const Prefetch fetch{next + count * PANEL * group / groups.count, PANEL / groups.count};
             std::fill(own, own + size * PANEL, 0.0f);
             for (int v = 0; v < VECS; v += wide(size))
                 tile_of<PlainF32>(size, UpToMost{})(stack, reinterpret_cast<const char*>(block),
                                                     x + begin * cols + first * size, count, v, own,
-                                                    v ? Prefetch{panel, 0} : fetch);
+                                                    share_of(next, count * PANEL, count, groups, group, v));
             for (int64_t i = 0; i < size * PANEL; i += W)
                 add_block(sums + begin * PANEL + i, load(own + i), scales[first / SIDE]);
         }

@@ -27,36 +27,32 @@ struct Quads {
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
 // for a group, the sums of groups in the nearest cache.
-template <int BITS, class Dot, int T, int P>
-void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
+template <int BITS, class Dot, int T, int P, bool SHORT>
+INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                Prefetch fetch) {
     using Form = Codes<BITS>;
     using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
     constexpr int WIDE = wide(T), VECTORS = P * WIDE, UNITS = LEAST_GROUP / Form::COLS;
-    const auto place = [&](int i) { return weight + i / WIDE * fetch.apart; };
-    const auto half = [&](int i) { return reinterpret_cast<const uint16_t*>(place(i)) + (v + i % WIDE) * W; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
-    for (int64_t left = cols; left > 0; left -= stack.group) {
-        vec scales[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; ++i) scales[i] = load_half(half(i));
+    const int64_t group = SHORT ? LEAST_GROUP : stack.group;
+    for (int64_t left = cols; left > 0; left -= group) {
+        const char* head = weight;
+        const int32_t* codes = x + 2 * T;
         weight += Form::HEAD;
         ints acc[T][VECTORS];
-        UNROLL for (int t = 0; t < T; ++t)
-            UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] = (ints)all_bits(x[T + t]);
-        const int32_t* codes = x + 2 * T;
-        for (int64_t first = 0; first < stack.group; first += LEAST_GROUP) {
+        for (int64_t first = 0; first < group; first += LEAST_GROUP) {
             Own own[T][VECTORS];
             UNROLL for (int t = 0; t < T; ++t)
                 UNROLL for (int i = 0; i < VECTORS; ++i) {
                     if constexpr (Dot::NARROW) own[t][i] = Own{};
-                    else own[t][i] = acc[t][i];
+                    else own[t][i] = first ? acc[t][i] : (ints)all_bits(x[T + t]);
                 }
-            for (int unit = 0; unit < UNITS; ++unit) {
+            UNROLL for (int unit = 0; unit < UNITS; ++unit) {
                 UNROLL for (int part = 0; part < Quads<BITS>::COUNT; ++part) {
                     UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
                         bits four[VECTORS];
                         const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
-                        if constexpr (Dot::PASSES > 1) asm("" : "+r"(from));
+                        if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                         UNROLL for (int i = 0; i < VECTORS; ++i) {
                             const bits stored = Form::stored(from + i / WIDE * fetch.apart, v + i % WIDE);
                             four[i] = Dot::pass(Quads<BITS>::of(stored, part), pass);
@@ -64,21 +60,20 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
                         Dot::template add<T, VECTORS>(own, four, codes);
                     }
                 }
-                UNROLL for (int p = 0; p < P; ++p) {
-                    __builtin_prefetch(fetch.from + p * fetch.apart);
-                    __builtin_prefetch(fetch.from + p * fetch.apart + 64);
-                }
-                fetch.from += fetch.step;
+                fetch.template ask<P, lines_of<Form>(T)>(fetch.step);
                 weight += Form::BYTES;
             }
             UNROLL for (int t = 0; t < T; ++t)
                 UNROLL for (int i = 0; i < VECTORS; ++i) {
-                    if constexpr (Dot::NARROW) acc[t][i] += Dot::widen(own[t][i]);
+                    if constexpr (Dot::NARROW)
+                        acc[t][i] = (first ? acc[t][i] : (ints)all_bits(x[T + t])) + Dot::widen(own[t][i]);
                     else acc[t][i] = own[t][i];
                 }
         }
-        UNROLL for (int p = 0; p < P; ++p) __builtin_prefetch(fetch.from + p * fetch.apart);
-        fetch.from += fetch.step ? Form::HEAD : 0;
+        fetch.template ask<P, 1>(fetch.head);
+        vec scales[VECTORS];
+        UNROLL for (int i = 0; i < VECTORS; ++i)
+            scales[i] = load_half(reinterpret_cast<const uint16_t*>(head + i / WIDE * fetch.apart) + (v + i % WIDE) * W);
         UNROLL for (int t = 0; t < T; ++t) {
             float own;
             std::memcpy(&own, x + t, 4);
@@ -87,6 +82,13 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
         }
         x = codes;
     }
+}
+
+template <int BITS, class Dot, int T, int P>
+void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
+               Prefetch fetch) {
+    if (stack.group == LEAST_GROUP) tile_of_groups<BITS, Dot, T, P, true>(stack, weight, x, cols, v, sums, fetch);
+    else tile_of_groups<BITS, Dot, T, P, false>(stack, weight, x, cols, v, sums, fetch);
 }
 
 using CodeTile = void (*)(const Stack&, const char*, const int32_t*, int64_t, int, float*, Prefetch);
@@ -114,11 +116,10 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
             const int64_t begin = groups.begin(group), size = groups.size(group);
             const CodeTile own = code_tile_of<BITS, Dot>(size, UpToMost{});
             const int32_t* from = codes + (begin * stack.cols + first * size) / stack.group * per_group;
-            const int64_t bytes = next - weight;
-            const Prefetch fetch = once ? Prefetch{panel + AHEAD, Form::BYTES}
-                                        : Prefetch{next + bytes * group / groups.count, bytes / (units * groups.count)};
             for (int v = 0; v < VECS; v += wide(size))
-                own(stack, weight, from, count, v, sums + begin * PANEL, v ? Prefetch{weight, 0} : fetch);
+                own(stack, weight, from, count, v, sums + begin * PANEL,
+                    once ? Prefetch{panel + AHEAD, Form::BYTES, 0, Form::HEAD}
+                         : share_of(next, next - weight, units, groups, group, v));
         }
     }
 }
@@ -128,7 +129,8 @@ template <int BITS, class Dot>
 void code_pair(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
-    const Prefetch fetch{panel + AHEAD, Codes<BITS>::BYTES, groups.apart ? groups.apart : stack.panel_bytes};
+    using Form = Codes<BITS>;
+    const Prefetch fetch{panel + AHEAD, Form::BYTES, groups.apart ? groups.apart : stack.panel_bytes, Form::HEAD};
     if (groups.tokens == 1) code_tile<BITS, Dot, 1, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
     if constexpr (PAIR_TOKENS > 1)
         if (groups.tokens == 2) code_tile<BITS, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
