@@ -29,10 +29,10 @@ constexpr int VECS = PANEL / W;  // vectors of 32 rows
 inline int64_t panels_of(const Stack& stack) { return (stack.rows + PANEL - 1) / PANEL; }
 inline int64_t padded(int64_t cols) { return (cols + ALIGN_K - 1) / ALIGN_K * ALIGN_K; }
 
-// What the forms below have in common: COLS columns and BYTES of a unit, HEAD bytes before the units of a group; IS_QUICK:
-// numbers are widened beside multiply-adds that take as long;
-// scale(head, v): what the group says of vector v of rows; stored(unit, v): what lies there; widen(stored, c, scale):
-// the numbers of column c of the unit.
+// What the forms below have in common: COLS columns and BYTES of a unit, HEAD bytes before the units of a group;
+// IS_QUICK where it is cheaper to widen numbers for each of two tiles than once to memory; scale(head, v): what the
+// group says of vector v of rows; stored(unit, v): what lies there; widen(stored, c, scale): the numbers of column c of
+// the unit.
 struct NoScale {};
 
 struct PlainF32 {
@@ -241,8 +241,8 @@ struct Packed {
     int64_t stride;
 };
 
-// What of the memory behind the weights in work is asked for meanwhile: `step` bytes per unit from `from` on, at most so
-// many LINES of 64, and `head` bytes per group.
+// What of the memory behind the weights in work is asked for meanwhile: `step` bytes per unit from `from` on, at most
+// so many LINES of 64, and `head` bytes per group.
 struct Prefetch {
     const char* from;
     int64_t step, apart = 0;  // apart: from one panel to the other that is multiplied with it
@@ -318,7 +318,8 @@ INLINE void whole_panels(const Stack& stack, const char* panel, const float* x, 
     const int64_t unit = Form::HEAD ? stack.group : Form::COLS;
     const int64_t near = std::min(cols, (AHEAD * cols / bytes + unit - 1) / unit * unit), split = cols - near;
     const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
-    if (split) own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart, Form::HEAD});
+    if (split)
+        own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart, Form::HEAD});
     const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;
     own(stack, panel + offset<Form>(stack, split), x + split * groups.tokens, near, 0, sums,
         {next, Form::BYTES, apart, Form::HEAD});
@@ -330,26 +331,26 @@ void product_once(const Stack& stack, const char* panel, const float* x, const G
     whole_panels<Form, 1>(stack, panel, x, groups, sums, tile_of<Form>(groups.tokens, UpToMost{}));
 }
 
-// What tiles ask for that begin at vector v for a group of tokens, while all of them use a block of so many units: of the
-// `bytes` of the next block each asks for its share, so that memory never waits for arithmetic.
+// What the tile of a group of tokens that begins at vector v asks for, while all use a block of so many units: of the
+// `bytes` of the next block its share, so that memory never waits for arithmetic.
 inline Prefetch share_of(const char* next, int64_t bytes, int64_t units, const Groups& groups, int64_t group, int v) {
     const int64_t vectors = groups.count * VECS;
     return {next + bytes * (group * VECS + v) / vectors,
             (bytes * wide(groups.size(group)) + units * vectors - 1) / (units * vectors)};
 }
 
-// More of them: all tokens use a block of columns before the next. It is widened first, unless a tile does that as fast.
-template <class Form>
+// More of them: all tokens use a block of columns before the next, as it lies or widened.
+template <class Form, class Used>
 void product_in_blocks(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
-    using Used = std::conditional_t<Form::IS_QUICK, Form, PlainF32>;
-    alignas(64) float block[Form::IS_QUICK ? 1 : BLOCK_K * PANEL];
+    constexpr bool WIDENS = !std::is_same_v<Form, Used>;
+    alignas(64) float block[WIDENS ? BLOCK_K * PANEL : 1];
     const int64_t cols = padded(stack.cols);
     for (int64_t first = 0; first < cols; first += BLOCK_K) {
         const int64_t count = std::min(BLOCK_K, cols - first);
         const char* weight = panel + offset<Form>(stack, first);
         const char* next = panel + offset<Form>(stack, first + BLOCK_K);
         const char* from = weight;
-        if constexpr (!Form::IS_QUICK) {
+        if constexpr (WIDENS) {
             for (int v = 0; v < VECS; ++v)
                 for_units<Form>(stack, weight, count, v, [&](vec numbers, int64_t col) {
                     store(block + col * PANEL + v * W, numbers);
@@ -370,8 +371,10 @@ void product_in_blocks(const Stack& stack, const char* panel, const float* x, co
 template <class Form>
 void panel_product(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
-    if (groups.count == 1 && wide(groups.tokens) == VECS) product_once<Form>(stack, panel, x, groups, sums);
-    else product_in_blocks<Form>(stack, panel, x, groups, sums);
+    if (groups.count == 1 && wide(groups.tokens) == VECS) return product_once<Form>(stack, panel, x, groups, sums);
+    if constexpr (Form::IS_QUICK)
+        if (groups.count <= 2) return product_in_blocks<Form, Form>(stack, panel, x, groups, sums);
+    product_in_blocks<Form, PlainF32>(stack, panel, x, groups, sums);
 }
 
 // Up to so many tokens take two panels at once, where there are registers for all their sums.

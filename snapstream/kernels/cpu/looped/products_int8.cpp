@@ -27,12 +27,14 @@ struct Quads {
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
 // for a group, the sums of groups in the nearest cache.
-template <int BITS, class Dot, int T, int P, bool SHORT>
+template <int BITS, class Dot, int T, int P, bool SHORT>  // SHORT: groups of the least size
 INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
-               Prefetch fetch) {
+                           Prefetch fetch) {
     using Form = Codes<BITS>;
     using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
     constexpr int WIDE = wide(T), VECTORS = P * WIDE, UNITS = LEAST_GROUP / Form::COLS;
+    constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
+    const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
     const int64_t group = SHORT ? LEAST_GROUP : stack.group;
     for (int64_t left = cols; left > 0; left -= group) {
@@ -47,14 +49,14 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                     if constexpr (Dot::NARROW) own[t][i] = Own{};
                     else own[t][i] = first ? acc[t][i] : (ints)all_bits(x[T + t]);
                 }
-            UNROLL for (int unit = 0; unit < UNITS; ++unit) {
+            for (int done = 0; done < UNITS; done += AT_ONCE) UNROLL for (int unit = 0; unit < AT_ONCE; ++unit) {
                 UNROLL for (int part = 0; part < Quads<BITS>::COUNT; ++part) {
                     UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
                         bits four[VECTORS];
                         const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
                         if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                         UNROLL for (int i = 0; i < VECTORS; ++i) {
-                            const bits stored = Form::stored(from + i / WIDE * fetch.apart, v + i % WIDE);
+                            const bits stored = Form::stored(lies(from, i), v + i % WIDE);
                             four[i] = Dot::pass(Quads<BITS>::of(stored, part), pass);
                         }
                         Dot::template add<T, VECTORS>(own, four, codes);
@@ -73,7 +75,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
         fetch.template ask<P, 1>(fetch.head);
         vec scales[VECTORS];
         UNROLL for (int i = 0; i < VECTORS; ++i)
-            scales[i] = load_half(reinterpret_cast<const uint16_t*>(head + i / WIDE * fetch.apart) + (v + i % WIDE) * W);
+            scales[i] = load_half(reinterpret_cast<const uint16_t*>(lies(head, i)) + (v + i % WIDE) * W);
         UNROLL for (int t = 0; t < T; ++t) {
             float own;
             std::memcpy(&own, x + t, 4);
