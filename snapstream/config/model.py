@@ -420,6 +420,9 @@ class ShortConv:
 class DeltaNet:
     """Gated DeltaNet in place of attention (Yang et al., arXiv 2412.06464): a matrix per value head, which a short
     convolution feeds. A key head serves ``value_heads / key_heads`` adjacent value heads.
+
+    With a ``gate_rank`` Kimi delta attention (KDA, arXiv 2510.26692): a decay per element of a key in place of one per
+    head, and sigmoid gates of outputs in place of SiLU, both products of two matrices of that rank.
     """
 
     key_heads: int
@@ -427,8 +430,10 @@ class DeltaNet:
     key_dim: int  # elements of a key or query
     value_dim: int
     kernel: int  # tokens of the convolution
+    gate_rank: int = 0
 
     def __post_init__(self) -> None:
+        check(0 <= self.gate_rank <= MAX_DIM, f"gate_rank is {self.gate_rank}; it must be 0 to {MAX_DIM}")
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
             check(1 <= getattr(self, name) <= MAX_DIM, f"{name} is {getattr(self, name)}; it must be 1 to {MAX_DIM}")
         check(2 <= self.kernel <= 64, f"a convolution over {self.kernel} tokens is not supported; 2 to 64 are")
@@ -451,6 +456,11 @@ class DeltaNet:
     def channels(self) -> int:
         """Of the convolution: queries, keys and values."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def projected(self) -> int:
+        """Elements that a token is projected to: beside the channels gates, or what decays and gates are made of."""
+        return self.channels + (2 * self.gate_rank or self.value_size)
 
     @property
     def state_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -582,8 +592,8 @@ class ModelConfig:
         if self.recurrent_layers:
             check(self.recurrent is not None, "recurrent_layers needs recurrent")
             check(
-                self.latent is None and self.windows is None and self.is_pre_norm,
-                "recurrent layers beside latents, sliding windows or norms of outputs are not supported",
+                self.windows is None and self.is_pre_norm,
+                "recurrent layers beside sliding windows or norms of outputs are not supported",
             )
         check(len(self.attention_layers) > 0, "a model without any attention layer is not supported")
         if self.mlp_layers is not None:

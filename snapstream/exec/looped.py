@@ -24,7 +24,7 @@ _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
-    "delta_step delta_norm delta_out mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
+    "delta_step delta_norm delta_out delta_decay_up delta_gate_up mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
     "mamba_out_bias".split()
 )
 _MAX_HEAD_DIM = 256
@@ -190,7 +190,7 @@ def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
     """What recurrent layers project a token to, and the input of their last product; zeros without."""
     net = model.recurrent if model.recurrent_layers else None
     if isinstance(net, DeltaNet):
-        return net.channels + net.value_size, net.value_size
+        return net.projected, net.value_size
     if isinstance(net, Mamba2):
         return net.inner + net.channels + net.heads, net.inner
     return (0, 0) if net is None else (3 * net.channels, net.channels)
@@ -226,6 +226,7 @@ def _scratch(model: ModelConfig) -> int:
     net, heads = model.recurrent if model.recurrent_layers else None, 0
     if isinstance(net, DeltaNet):
         heads = 2 * net.key_dim + 2 * net.value_size // net.key_heads
+        heads += 2 * net.key_dim + net.value_dim + 2 * _LANES if net.gate_rank else 0
     if isinstance(net, Mamba2):
         heads = 2 * net.state_dim + 2 * net.inner // net.groups
     return max(attention, heads, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)

@@ -182,7 +182,10 @@ def _recurrent(decoder: Decoder) -> Recurrent:
             "gates": weights.matrices["delta_gates"].dense(), "rate": -vectors["delta_decay"].exp(),
             "step": vectors["delta_step"], "norm": vectors["delta_norm"],
         }  # fmt: skip
-        sizes = {name: getattr(net, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim")}
+        if net.gate_rank:
+            given |= {name: weights.matrices[f"delta_{name}"].dense() for name in ("decay_up", "gate_up")}
+        names = "key_heads", "value_heads", "key_dim", "value_dim", "gate_rank"
+        sizes = {name: getattr(net, name) for name in names}
         stacks = "delta_in", "delta_out"
     elif isinstance(net, Mamba2):
         given = {

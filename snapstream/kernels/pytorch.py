@@ -351,10 +351,11 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     """See ``reference.gated_delta``: ``size`` tokens at a time (arXiv 2412.06464, section 3.2, the extended WY form).
 
     Within a chunk ``u_i + beta_i sum_{j<i} d_ij (k_i . k_j) u_j = beta_i (v_i - d_i S^T k_i)``, where d_ij is the decay
-    from token j to i and d_i that from the chunk's start: a triangular system for all u at once.
+    from token j to i and d_i that from the chunk's start: a triangular system for all u at once. Decays per element of a
+    key run token by token.
     """
     num_tokens = q.shape[1]
-    if num_tokens == 1:
+    if num_tokens == 1 or decay.dim() == 4:
         return reference.gated_delta(q, k, v, decay, beta, state)
     q, k = (part.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for part in (q, k))
     out = torch.empty_like(v)

@@ -227,17 +227,19 @@ def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = No
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """The gated delta rule token by token (arXiv 2412.06464, section 3.1): ``o [S, n, H, V]`` fp32.
 
-    ``q, k [S, n, G, K]`` of unit length, ``v [S, n, H, V]``, ``decay, beta [S, n, H]``, all fp32; value heads share the
-    key heads in turn, H / G of them each; per value head
+    ``q, k [S, n, G, K]`` of unit length, ``v [S, n, H, V]``, ``decay, beta [S, n, H]``, all fp32; with a decay per
+    element of a key (KDA, arXiv 2510.26692, section 3) ``decay [S, n, H, K]``. Value heads share the key heads in turn,
+    H / G of them each; per value head
 
         S <- exp(decay) S;  u = beta (v - S^T k);  S <- S + k u^T;  o = S^T q / sqrt(K)
 
     ``state [S, H, K, V]`` is updated in place.
     """
     q, k = (part.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for part in (q, k))
+    decay = decay[..., None] if decay.dim() == 3 else decay  # [S, n, H, 1 or K]
     out = torch.empty_like(v)
     for t in range(q.shape[1]):
-        state *= decay[:, t, :, None, None].exp()
+        state *= decay[:, t, ..., None].exp()
         told = torch.einsum("shkv,shk->shv", state, k[:, t])
         state += k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - told))[:, :, None]
         out[:, t] = torch.einsum("shkv,shk->shv", state, q[:, t])

@@ -253,7 +253,7 @@ class KVCache:
 
         keys, values = (self._block(stored, layer)[None] for stored in (self.k, self.v))
         k_scale, v_scale = map(scales, (self.k_scale, self.v_scale), self.encodings)
-        return LayerRows(keys, values, 0, k_scale, v_scale)
+        return LayerRows(keys, values, 0, k_scale, v_scale, self.spec.values_are_keys)
 
     def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
         """All kv heads of a layer, in order; ``budget`` is the row's, ignored with per-head budgets."""

@@ -86,6 +86,7 @@ class LatentLayer:
         self._mlp = mlp_of(config, weights, kernels, group)
         self._heads = LatentHeads(config, config.latent, weights, kernels)
         self._scales_queries = config.length_scale is not None
+        self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``: ``[T', H, U]``."""
@@ -128,7 +129,7 @@ class LatentLayer:
         kept = self._kv_a.multiply(normed, None, kernels)  # [T, R + P]
         compressed = kernels.rms_norm(kept[:, : latent.kv_rank].contiguous(), self._kv_a_norm, LATENT_EPS)
         unrotated = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]
-        rotated = kernels.norm_rope(unrotated, _NO_NORM, rope, 0)
+        rotated = kernels.norm_rope(unrotated, _NO_NORM, rope, 0) if self._is_rotated else unrotated
         queries = torch.cat((queries[..., : latent.nope_dim], rotated[:, :-1]), -1)
         if scales is not None:
             queries.mul_(scales)

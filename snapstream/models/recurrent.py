@@ -44,7 +44,7 @@ class ShortConvLayer(DenseLayer):
 
 class DeltaNetLayer(DenseLayer):
     """A layer with a gated DeltaNet (arXiv 2412.06464; Qwen3-Next): SiLU of a convolution over ``q | k | v``, the gated
-    delta rule per value head, a norm of each head's output times SiLU of the gate ``z``.
+    delta rule per value head, a norm of each head's output times SiLU of the gate ``z``; or KDA (see ``DeltaNet``).
     """
 
     def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
@@ -53,29 +53,44 @@ class DeltaNetLayer(DenseLayer):
         self._in, self._gates = weights.matrix("delta_in"), weights.matrix("delta_gates")
         self._o, self._o_bias = weights.matrix("delta_out"), None
         self._taps, self._out_norm = _taps(weights), weights.vector("delta_norm")
-        self._rate, self._step = -weights.vector("delta_decay").exp(), weights.vector("delta_step")  # [H] fp32
+        self._rate = -weights.vector("delta_decay").exp().flatten()  # [H] fp32
+        self._step = weights.vector("delta_step")  # [H], of KDA [H K]
+        self._decay_up, self._gate_up = (weights.matrices.get(f"delta_{name}_up") for name in ("decay", "gate"))
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``."""
         assert self._input_norm is not None and isinstance(view, StateView)
         x = self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps))
-        projected = self._in.multiply(x, None, self._kernels)  # [T, C + V]
-        gates = self._gates.multiply(x, None, self._kernels)  # [T, 2H]
-        out = view.recur(self._index, torch.cat((projected[:, : self._net.channels], gates), dim=1), self._recur)
-        z = view.outputs(projected[:, self._net.channels :])
+        projected = self._in.multiply(x, None, self._kernels)  # [T, C + V], of KDA [T, C + 2R]
+        gates = self._gates.multiply(x, None, self._kernels)  # [T, 2H], of KDA [T, H]
+        mixed, z = projected[:, : self._net.channels], projected[:, self._net.channels :]
+        if self._decay_up is not None:
+            decays, z = z.chunk(2, dim=1)
+            gates = torch.cat((gates, self._decay_up.multiply(decays.contiguous(), None, self._kernels)), dim=1)
+        out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur)
+        z = view.outputs(z)
+        if self._gate_up is not None:
+            z = self._gate_up.multiply(z.contiguous(), None, self._kernels)
+        activation = F.silu if self._gate_up is None else torch.sigmoid
         heads = out.view(-1, self._net.value_heads, self._net.value_dim)
         normed = self._kernels.rms_norm(heads.to(x.dtype).flatten(0, 1), self._out_norm, self._eps).view_as(heads)
-        return (normed * F.silu(z.view_as(heads).to(torch.float32))).to(x.dtype)
+        return (normed * activation(z.reshape(heads.shape).to(torch.float32))).to(x.dtype)
 
     def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
-        """A ``Recurrence`` over ``q | k | v | b | a``, ``[S, n, C + 2H]``; outputs ``[S, n, V]`` fp32."""
+        """A ``Recurrence`` over ``q | k | v | b | a``, ``[S, n, C + 2H]``, of KDA ``[S, n, C + H + H K]``; outputs
+        ``[S, n, V]`` fp32.
+        """
         net = self._net
         mixed = self._kernels.causal_conv(inputs[..., : net.channels], states["inputs"], self._taps, None, True)
-        b, a = inputs[..., net.channels :].to(torch.float32).chunk(2, dim=-1)  # [S, n, H]
+        gates = inputs[..., net.channels :].to(torch.float32)
+        b, a = gates[..., : net.value_heads], gates[..., net.value_heads :]  # [S, n, H]; [S, n, H] or [S, n, H K]
         q, k, v = mixed.to(torch.float32).split((net.key_size, net.key_size, net.value_size), dim=-1)
         q, k = (_unit(part.unflatten(-1, (net.key_heads, net.key_dim))) for part in (q, k))
         v = v.unflatten(-1, (net.value_heads, net.value_dim))
-        decay = self._rate * F.softplus(a + self._step)
+        step, rate = F.softplus(a + self._step), self._rate
+        if net.gate_rank:
+            step, rate = step.unflatten(-1, (net.value_heads, net.key_dim)), rate[:, None]
+        decay = rate * step
         return self._kernels.gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
 
 

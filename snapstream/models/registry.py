@@ -36,6 +36,7 @@ from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import GRANITE, GRANITE_HYBRID
+from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
@@ -100,6 +101,7 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
         "Qwen3_5ForConditionalGeneration": QWEN3_5_TEXT_PART,
         "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_TEXT_PART,
+        "KimiLinearForCausalLM": KIMI_LINEAR,
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
         "GraniteForCausalLM": GRANITE,

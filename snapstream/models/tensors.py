@@ -160,7 +160,7 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def attention_tensors(config: ModelConfig) -> TensorSpecs:
-    """Grouped-query attention of the layers that have it; see ``head_orders`` for partly rotated heads."""
+    """Grouped-query attention; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     gates = queries if config.has_attention_gate else 0  # [gates | queries] of one tensor, before keys and values
@@ -206,8 +206,6 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
             part = f"self_attn.{name}_norm.weight"
             order = {part: orders[name]} if orders else {}
             specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order)
-    if len(config.attention_layers) < config.num_layers:
-        return {name: replace(spec, layers=config.attention_layers) for name, spec in specs.items()}
     return specs
 
 
@@ -401,5 +399,7 @@ def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Te
     """Every stored tensor of a model, by name."""
     latent = config.latent
     attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
+    if len(config.attention_layers) < config.num_layers:
+        attention = {name: replace(spec, layers=config.attention_layers) for name, spec in attention.items()}
     specs = {**outer_tensors(config), **attention, **mlp_tensors(config)}
     return specs if config.moe is None else {**specs, **expert_tensors(config, names)}

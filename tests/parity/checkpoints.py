@@ -260,6 +260,11 @@ EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2, "n_group": 4,
     "topk_group": 2, "routed_scaling_factor": 1.5,
 }  # fmt: skip
+KDA: dict[str, Any] = {
+    **{name: value for name, value in LATENTS.items() if name != "rope_parameters"}, "linear_head_dim": 20,
+    "linear_num_heads": 3, "linear_conv_kernel_dim": 3, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16, "n_shared_experts": 2, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 ARCHITECTURES |= {
     "deepseek-v3": ("DeepseekV3Config", {**LATENTS, **EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 1}),
     "deepseek-v2": (
@@ -320,6 +325,16 @@ ARCHITECTURES |= {
             },
         },
     ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        {**KDA, "num_hidden_layers": 5, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "layer_types":
+         ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "kimi-linear-48b": (  # published: attention after every third, no low rank of queries
+        "KimiLinearConfig", {**KDA, "num_hidden_layers": 4, "linear_attn_config": {
+            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 3, "head_dim": 12,
+            "short_conv_kernel_size": 4}},
+    ),
     "youtu": ("YoutuConfig", {**LATENTS, "q_lora_rank": 20}),
     "deepseek-v3-dense": ("DeepseekV3Config", {**LATENTS, "q_lora_rank": 20, "first_k_dense_replace": 3}),
     "deepseek-v3-halves": (
@@ -337,7 +352,7 @@ ARCHITECTURES |= {
 
 
 RECURRENT = [
-    name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron"))
+    name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear"))
 ]
 
 

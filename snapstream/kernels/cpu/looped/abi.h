@@ -54,10 +54,13 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     const float *taps, *conv_bias;         // [L', K, C]; [L', C] or null
     // Of gated DeltaNet: [L', 2 H, D], of beta and of the decay of each value head; [L', H] each; [L', V]
     const float *gates, *rate, *step, *norm;
+    // Of KDA: gates [L', H, D] of beta alone, step [L', H K]; to decays per element of a key [L', H K, R] and to the gates
+    // of outputs [L', H V, R], from two times R numbers in the place of z. gate_rank 0: not KDA.
+    const float *decay_up, *gate_up;
     // Of Mamba-2 instead: no gates, norm [L', I], and what inputs add to outputs [L', H]; key heads are groups, with B and
     // C of key_dim numbers, value heads its heads. Null: not Mamba-2.
     const float* skip;
-    int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim;  // value_heads 0: short convolutions
+    int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim, gate_rank;  // value_heads 0: short convolutions
 };
 
 struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)
@@ -214,7 +217,8 @@ struct Convolving {  // sequences [S, T, C], a token every `stride` numbers; sta
 
 struct DeltaRule {  // q, k [S, T, G, K], v [S, T, H, V], decay, beta [S, T, H]; decay is a factor
     const float *q, *k, *v, *decay, *beta;
-    float *state, *out;  // [S, H, K, V]; [S, T, H, V]
+    const float* decayed;  // [S, T, H, K]: keys times decays, which then are [S, T, H, K] too; null: a decay per head
+    float *state, *out;    // [S, H, K, V]; [S, T, H, V]
     int64_t sequences, tokens, key_heads, value_heads, key_dim, value_dim;
 };
 

@@ -19,12 +19,13 @@ inline int64_t latent_size(Work& w) { return w.latent.rank + w.latent.rope_dim; 
 inline int64_t query_size(Work& w) { return w.latent.nope_dim + w.latent.rope_dim; }  // of a projected head
 
 inline const float* up_of(Work& w, int64_t layer, int64_t head) {
-    return w.latent.up + (layer * w.model.heads + head) * (w.latent.nope_dim + w.latent.value_dim) * w.latent.rank;
+    return w.latent.up + (place_of(w, layer) * w.model.heads + head) * (w.latent.nope_dim + w.latent.value_dim) * w.latent.rank;
 }
 
-// x [P] turned in pairs of its halves.
-inline void rotate_halves(Work& w, const float* x, int64_t b, float* out) {
+// x [P] turned in pairs of its halves, in layers with rotary embedding.
+inline void rotate_halves(Work& w, int64_t layer, const float* x, int64_t b, float* out) {
     const int64_t half = w.latent.rope_dim / 2;
+    if (w.model.rotated_layers && !w.model.rotated_layers[layer]) return void(std::copy(x, x + 2 * half, out));
     const float* angle = w.engine.angles + b * w.model.head_dim;
     for (int64_t i = 0; i < half; ++i) {
         out[i] = x[i] * angle[i] - x[half + i] * angle[half + i];
@@ -34,7 +35,7 @@ inline void rotate_halves(Work& w, const float* x, int64_t b, float* out) {
 
 inline char* row_of(Work& w, int64_t layer, int64_t row) {
     const RowForm form{w.rows.key_format};
-    return w.rows.keys + form.bytes((layer * w.rows.num_rows + row) * w.rows.slots * latent_size(w));
+    return w.rows.keys + form.bytes((w.rows.layer_starts[layer] + row * w.rows.layer_slots[layer]) * latent_size(w));
 }
 
 inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of a row
@@ -43,7 +44,7 @@ inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of a row
 
 inline void norm_narrow(Work& w, int64_t layer) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        const float *x = w.absorbed.narrow + b * w.latent.q_rank, *weight = w.latent.q_a_norm + layer * w.latent.q_rank;
+        const float *x = w.absorbed.narrow + b * w.latent.q_rank, *weight = w.latent.q_a_norm + place_of(w, layer) * w.latent.q_rank;
         const float factor = norm_factor(x, w.latent.q_rank, LATENT_EPS);
         const Packed to(w.engine.packed, w.tokens, b, w.latent.q_rank);
         for (int64_t i = 0; i < w.latent.q_rank; ++i) to.put(i, x[i] * factor * weight[i]);
@@ -64,7 +65,7 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
             for (int64_t i = 0; i < w.latent.nope_dim; ++i) w.scratch[t * w.latent.nope_dim + i] = q[i] * factor;
             if (block) continue;
             float* turned = out + t * stride + w.latent.rank;
-            rotate_halves(w, q + w.latent.nope_dim, b + t, turned);
+            rotate_halves(w, layer, q + w.latent.nope_dim, b + t, turned);
             for (int64_t i = 0; i < w.latent.rope_dim; ++i) turned[i] *= factor;
         }
         mix_rows(tokens, w.scratch, w.latent.nope_dim, up, w.latent.rank, w.latent.nope_dim, columns, out + first,
@@ -73,11 +74,11 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
 }
 
 inline void store_latent(Work& w, int64_t layer, int64_t b) {
-    const float *kept = w.absorbed.kept + b * latent_size(w), *weight = w.latent.c_norm + layer * w.latent.rank;
+    const float *kept = w.absorbed.kept + b * latent_size(w), *weight = w.latent.c_norm + place_of(w, layer) * w.latent.rank;
     const float factor = norm_factor(kept, w.latent.rank, LATENT_EPS);
     const RowForm form{w.rows.key_format};
     for (int64_t i = 0; i < w.latent.rank; ++i) w.scratch[i] = kept[i] * factor * weight[i];
-    rotate_halves(w, kept + w.latent.rank, b, w.scratch + w.latent.rank);
+    rotate_halves(w, layer, kept + w.latent.rank, b, w.scratch + w.latent.rank);
     const int64_t row = w.step.rows[b];
     form.put(w.scratch, latent_size(w), scale_of(w, layer, row),
              row_of(w, layer, row) + form.bytes(slot(w, b) * latent_size(w)));

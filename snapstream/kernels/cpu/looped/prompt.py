@@ -219,11 +219,14 @@ def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor
 def _apply(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, state: Tensor) -> Tensor:
     (num_sequences, num_tokens, key_heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
     q, k, v, decay = (part.contiguous() for part in (q, k, v, decay.exp()))
+    decayed = None  # keys, by decays per element
+    if decay.dim() == 4:
+        decayed = k.repeat_interleave(value_heads // key_heads, dim=2) * decay
     out = torch.empty(v.shape)
     native = DeltaRule(
         q=address(q), k=address(k), v=address(v), decay=address(decay), beta=address(beta), state=address(state),
         out=address(out), sequences=num_sequences, tokens=num_tokens, key_heads=key_heads, value_heads=value_heads,
-        key_dim=key_dim, value_dim=value_dim,
+        key_dim=key_dim, value_dim=value_dim, decayed=address(decayed),
     )  # fmt: skip
     load().delta_rule(byref(native), torch.get_num_threads())
     return out

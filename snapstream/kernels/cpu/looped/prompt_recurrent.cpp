@@ -55,8 +55,9 @@ void convolve(const Convolving& own, int64_t sequence, int64_t begin, int64_t en
     }
 }
 
-// Columns [first, first + N W) of a value head's state, or fewer with N = 1. block: [keys][N W].
-template <int N, bool IS_DELTA>
+// Columns [first, first + N W) of a value head's state, or fewer with N = 1. block: [keys][N W]. BY_CHANNEL: decays per
+// element of a key, with which the keys that a state is asked for are multiplied beforehand.
+template <int N, bool IS_DELTA, bool BY_CHANNEL = false>
 void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t first, float* block) {
     const int64_t keys = own.key_dim, values = own.value_dim, heads = own.value_heads;
     const int64_t left = values - first, key_head = head / (heads / own.key_heads);
@@ -65,23 +66,27 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
     const auto key_of = [&](const float* of, int64_t token) {
         return of + ((sequence * own.tokens + token) * own.key_heads + key_head) * keys;
     };
+    const auto asked_of = [&](int64_t token) {
+        return BY_CHANNEL ? own.decayed + ((sequence * own.tokens + token) * heads + head) * keys : key_of(own.k, token);
+    };
     float* state = own.state + (sequence * heads + head) * keys * values + first;
     const vec scale = all(IS_DELTA ? 1.0f / std::sqrt(static_cast<float>(keys)) : 1.0f);
 
     // Sums of even and of odd rows, which are added at the end: twice as many chains as vectors.
     vec told[2][N] = {};
-    const float* k = key_of(own.k, 0);
+    const float* asked = asked_of(0);
     for (int64_t i = 0; i < keys; ++i)
         for (int n = 0; n < N; ++n) {
             const vec x = get(state + i * values + n * W);
             store(block + (i * N + n) * W, x);
-            if (IS_DELTA) told[i % 2][n] += x * k[i];
+            if (IS_DELTA) told[i % 2][n] += x * asked[i];
         }
     for (int64_t token = 0; token < own.tokens; ++token) {
         const int64_t gate = (sequence * own.tokens + token) * heads + head;
-        const float decay = own.decay[gate], beta = IS_DELTA ? own.beta[gate] : 1.0f;
-        const float *q = key_of(own.q, token), *v = own.v + gate * values + first;
-        const float* next = key_of(own.k, std::min(token + 1, own.tokens - 1));
+        const float decay = BY_CHANNEL ? 1.0f : own.decay[gate], beta = IS_DELTA ? own.beta[gate] : 1.0f;
+        const float* decays = own.decay + gate * keys;  // only by channel
+        const float *q = key_of(own.q, token), *k = key_of(own.k, token), *v = own.v + gate * values + first;
+        const float* next = asked_of(std::min(token + 1, own.tokens - 1));
         vec u[N], sums[2][N] = {};
         for (int n = 0; n < N; ++n) {
             u[n] = IS_DELTA ? (get(v + n * W) - (told[0][n] + told[1][n]) * decay) * beta : get(v + n * W);
@@ -90,7 +95,7 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
         const auto row = [&](int64_t i, int part) __attribute__((always_inline)) {
             UNROLL for (int n = 0; n < N; ++n) {
                 float* at = block + (i * N + n) * W;
-                const vec x = load(at) * decay + u[n] * k[i];
+                const vec x = load(at) * (BY_CHANNEL ? decays[i] : decay) + u[n] * k[i];
                 store(at, x);
                 sums[part][n] += x * q[i];
                 if (IS_DELTA) told[part][n] += x * next[i];
@@ -101,7 +106,6 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
         if (i < keys) row(i, 0);
         float* out = own.out + gate * values + first;
         for (int n = 0; n < N; ++n) put(out + n * W, (sums[0][n] + sums[1][n]) * scale);
-        k = next;
     }
     for (int64_t i = 0; i < keys; ++i)
         for (int n = 0; n < N; ++n) put(state + i * values + n * W, load(block + (i * N + n) * W));
@@ -134,7 +138,9 @@ void apply_delta_rule(const DeltaRule& own, int64_t threads) {
         for (int64_t task = 0; task < tasks; ++task) {
             const int64_t part = task % parts, heads = task / parts, head = heads % own.value_heads;
             const int64_t sequence = heads / own.value_heads, first = whole * WIDTH + (part - whole) * W;
-            if (part < whole && own.beta) run_columns<COLUMNS, true>(own, sequence, head, part * WIDTH, block);
+            if (part < whole && own.decayed) run_columns<COLUMNS, true, true>(own, sequence, head, part * WIDTH, block);
+            else if (own.decayed) run_columns<1, true, true>(own, sequence, head, first, block);
+            else if (part < whole && own.beta) run_columns<COLUMNS, true>(own, sequence, head, part * WIDTH, block);
             else if (part < whole) run_columns<COLUMNS, false>(own, sequence, head, part * WIDTH, block);
             else if (own.beta) run_columns<1, true>(own, sequence, head, first, block);
             else run_columns<1, false>(own, sequence, head, first, block);

@@ -2,6 +2,7 @@
 // (reference: ../../../models/recurrent.py). A task reads and writes the state of its own row and channels or heads, so
 // results do not depend on other rows.
 #pragma once
+#include "dots.h"
 #include "step.h"
 
 namespace looped {
@@ -53,10 +54,11 @@ inline void short_conv(Work& w, int64_t layer) {
 
 // Columns [first, first + N W) of a head's state S [keys, values], or `some` of them: out = S^T q after
 // S <- decay S, u = beta (v - S^T k), S <- S + k u^T. v is overwritten. The columns stay in the nearest cache between
-// both passes.
-template <int N>
-inline void delta_columns(float* state, int64_t keys, int64_t values, const float* q, const float* k, float decay,
-                          float beta, float* v, float* out, int64_t some = W) {
+// both passes. BY_CHANNEL: with a decay per element of a key, by which `decayed` are the keys.
+template <int N, bool BY_CHANNEL>
+inline void delta_columns(float* state, int64_t keys, int64_t values, const float* q, const float* k,
+                          const float* decays, const float* decayed, float beta, float* v, float* out,
+                          int64_t some = W) {
     vec told[N] = {}, sums[N] = {};
     const auto get = [&](const float* from) { return N > 1 ? load(from) : load_some(from, some); };
     const auto put = [&](float* to, vec x) {
@@ -65,13 +67,14 @@ inline void delta_columns(float* state, int64_t keys, int64_t values, const floa
         store(lanes, x);
         std::copy(lanes, lanes + some, to);
     };
+    const float decay = BY_CHANNEL ? 1.0f : *decays, *asked = BY_CHANNEL ? decayed : k;
     for (int64_t i = 0; i < keys; ++i)
-        for (int n = 0; n < N; ++n) told[n] += get(state + i * values + n * W) * k[i];
+        for (int n = 0; n < N; ++n) told[n] += get(state + i * values + n * W) * asked[i];
     for (int n = 0; n < N; ++n) told[n] = (get(v + n * W) - told[n] * decay) * beta;
     for (int64_t i = 0; i < keys; ++i)
         for (int n = 0; n < N; ++n) {
             float* at = state + i * values + n * W;
-            const vec next = get(at) * decay + told[n] * k[i];
+            const vec next = get(at) * (BY_CHANNEL ? decays[i] : decay) + told[n] * k[i];
             put(at, next);
             sums[n] += next * q[i];
         }
@@ -79,12 +82,15 @@ inline void delta_columns(float* state, int64_t keys, int64_t values, const floa
 }
 
 // One token of the gated delta rule for one value head (arXiv 2412.06464, section 3.1).
-inline void delta_rule(float* state, int64_t keys, int64_t values, const float* q, const float* k, float decay,
-                       float beta, float* v, float* out) {
+template <bool BY_CHANNEL>
+inline void delta_rule(float* state, int64_t keys, int64_t values, const float* q, const float* k, const float* decays,
+                       const float* decayed, float beta, float* v, float* out) {
     int64_t i = 0;
-    for (; i + 4 * W <= values; i += 4 * W) delta_columns<4>(state + i, keys, values, q, k, decay, beta, v + i, out + i);
+    for (; i + 4 * W <= values; i += 4 * W)
+        delta_columns<4, BY_CHANNEL>(state + i, keys, values, q, k, decays, decayed, beta, v + i, out + i);
     for (; i < values; i += W)
-        delta_columns<1>(state + i, keys, values, q, k, decay, beta, v + i, out + i, std::min<int64_t>(W, values - i));
+        delta_columns<1, BY_CHANNEL>(state + i, keys, values, q, k, decays, decayed, beta, v + i, out + i,
+                                     std::min<int64_t>(W, values - i));
 }
 
 // Of the normed input of a layer with a row of its gates.
@@ -98,9 +104,11 @@ inline float gate_logit(const Work& w, int64_t layer, int64_t b, const float* ro
     return sum_of(sum);
 }
 
-inline int64_t delta_scratch(const Model& model) {  // q, k, v and the output of a key head
+// q, k, v and the output of a key head; of KDA decays and decayed keys, and the gates of outputs.
+inline int64_t delta_scratch(const Model& model) {
     const Recurrent& own = model.recurrent;
-    return own.value_heads ? 2 * own.key_dim + 2 * own.value_heads / own.key_heads * own.value_dim : 0;
+    const int64_t more = own.gate_rank ? 2 * own.key_dim + own.value_dim + 2 * W : 0;
+    return own.value_heads ? 2 * own.key_dim + 2 * own.value_heads / own.key_heads * own.value_dim + more : 0;
 }
 
 // Value heads of one key head: convolution of their channels, the delta rule, norm and gate of the output.
@@ -131,19 +139,33 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head) {
     channels(2 * all_keys + head * each * values, each * values, v);
     to_unit(q, 1.0f / std::sqrt(static_cast<float>(keys)));
     to_unit(k, 1.0f);
-    const float* gates = own.gates + place * 2 * own.value_heads * hidden;
+    const int64_t rank = own.gate_rank;
+    const float* gates = own.gates + place * (rank ? 1 : 2) * own.value_heads * hidden;
+    float *decayed = out + each * values, *decays = decayed + keys, *gated = decays + (keys + W - 1) / W * W;
     float* memory = state_of(w, w.rows.memories, layer, b, own.value_heads * keys * values);
     for (int64_t i = 0; i < each; ++i) {
         const int64_t value_head = head * each + i, at = place * own.value_heads + value_head;
         const float beta = gate_logit(w, layer, b, gates + value_head * hidden);
-        const float step = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden) + own.step[at];
-        const float decay = std::exp(own.rate[at] * (step > 20.0f ? step : std::log1p(std::exp(step))));
-        float* found = out + i * values;
-        delta_rule(memory + value_head * keys * values, keys, values, q, k, decay, 1.0f / (1.0f + std::exp(-beta)),
-                   v + i * values, found);
-        const float factor = norm_factor(found, values, w.model.eps);
-        const float *z = x + own.channels + value_head * values, *norm = own.norm + place * values;
-        for (int64_t j = 0; j < values; ++j) found[j] *= factor * norm[j] * (z[j] / (1.0f + std::exp(-z[j])));
+        const auto decay_of = [&](float step) {
+            return std::exp(own.rate[at] * (step > 20.0f ? step : std::log1p(std::exp(step))));
+        };
+        float *found = out + i * values, *state = memory + value_head * keys * values, *own_v = v + i * values;
+        const float share = 1.0f / (1.0f + std::exp(-beta)), *z = x + own.channels + value_head * values;
+        if (rank) {
+            const float *first = x + own.channels, *steps = own.step + at * keys;
+            dots(1, first, rank, own.decay_up + at * keys * rank, keys, rank, decays, 0);
+            for (int64_t j = 0; j < keys; ++j) decays[j] = decay_of(decays[j] + steps[j]), decayed[j] = decays[j] * k[j];
+            delta_rule<true>(state, keys, values, q, k, decays, decayed, share, own_v, found);
+            dots(1, first + rank, rank, own.gate_up + at * values * rank, values, rank, gated, 0);
+            z = gated;
+        } else {
+            const float step = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden);
+            const float decay = decay_of(step + own.step[at]);
+            delta_rule<false>(state, keys, values, q, k, &decay, nullptr, share, own_v, found);
+        }
+        const float factor = norm_factor(found, values, w.model.eps), *norm = own.norm + place * values;
+        for (int64_t j = 0; j < values; ++j)
+            found[j] *= factor * norm[j] * ((rank ? 1.0f : z[j]) / (1.0f + std::exp(-z[j])));
     }
     pack_heads(w, own.out, b, head, own.key_heads, out);
 }

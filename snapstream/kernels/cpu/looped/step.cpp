@@ -149,18 +149,19 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
 
 void latent_stage(Work& w, int64_t layer, int64_t stage) {
     const Latent& own = w.latent;
+    const int64_t place = place_of(w, layer);
     if (!own.q_rank && stage > 2) stage += 2;
     switch (stage) {
-        case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, AFTER_MLP);
-        case 1: return project(w, own.kv_a, layer, nullptr, w.absorbed.kept);
-        case 2: return own.q_rank ? project(w, own.q_a, layer, nullptr, w.absorbed.narrow)
-                                  : project(w, own.q, layer, nullptr, w.absorbed.wide);
+        case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, turn_before(w, layer));
+        case 1: return project(w, own.kv_a, place, nullptr, w.absorbed.kept);
+        case 2: return own.q_rank ? project(w, own.q_a, place, nullptr, w.absorbed.narrow)
+                                  : project(w, own.q, place, nullptr, w.absorbed.wide);
         case 3: return norm_narrow(w, layer);
-        case 4: return project(w, own.q, layer, nullptr, w.absorbed.wide);
+        case 4: return project(w, own.q, place, nullptr, w.absorbed.wide);
         case 5: return absorb(w, layer);
         case 6: return attend_latents(w, layer);
         case 7: return expand_values(w, layer);
-        default: return add_product(w, w.model.o, layer, nullptr, AFTER_ATTENTION);
+        default: return add_product(w, w.model.o, place, nullptr, AFTER_ATTENTION);
     }
 }
 

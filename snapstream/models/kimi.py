@@ -1,0 +1,108 @@
+"""Kimi Linear (Moonshot AI, arXiv 2510.26692): Kimi delta attention, latents without rotary embedding. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from snapstream.config import ModelConfig
+from snapstream.config.model import DeltaNet
+from snapstream.models.config_json import Settings, flag, whole_number
+from snapstream.models.deepseek import deepseek_v3, latent_refusals
+from snapstream.models.family import Family, Recipe, layer_kind_refusals, num_dense, num_layers
+from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, vector
+
+LINEAR, ATTENTION = "linear_attention", "full_attention"
+# Names in published files of what others name as on the right.
+FIELDS = {
+    "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
+    "num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts",
+    "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts",
+}  # fmt: skip
+NETS = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
+        "short_conv_kernel_size": "linear_conv_kernel_dim"}  # fmt: skip
+DEFAULTS: Settings = {
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.446,
+    "rms_norm_eps": 1e-5, "bos_token_id": 163584, "eos_token_id": 163586, "linear_head_dim": 128,
+    "linear_num_heads": 32, "linear_conv_kernel_dim": 4, "num_key_value_heads": 32,
+}  # fmt: skip
+
+
+def _rewrite(settings: Settings) -> Settings:
+    """DeepSeek's names; layers are named by number from 1 on, by kind, or are of attention after every four."""
+    found = {**settings, **{own: settings[name] for name, own in FIELDS.items() if settings.get(name) is not None}}
+    net = found.get("linear_attn_config") or {}
+    if not isinstance(net, dict):
+        raise ValueError(f"linear_attn_config is {net!r}; it must be an object of settings")
+    found |= {own: net[name] for name, own in NETS.items() if name in net}
+    layers, full = range(num_layers(found)), net.get("full_attn_layers")
+    if found.get("layer_types") is None and isinstance(full, list):
+        found["layer_types"] = [ATTENTION if layer + 1 in full else LINEAR for layer in layers]
+    elif found.get("layer_types") is None:
+        found["layer_types"] = [ATTENTION if layer and layer % 4 == 0 else LINEAR for layer in layers]
+    return {**found, "rope_interleave": False, "num_mtp_layers": 0, "num_nextn_predict_layers": None}
+
+
+def _refusals(settings: Settings) -> list[str]:
+    known = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
+    reasons = [*latent_refusals(settings), *layer_kind_refusals(settings)]
+    for name, value in known.items():
+        if settings.get(name, value) != value:
+            reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
+    if flag(settings, "tie_word_embeddings"):
+        reasons.append("tie_word_embeddings is true; no published model of this architecture has it, so it is not built")
+    return reasons
+
+
+def _recipe(settings: Settings) -> Recipe:
+    heads, size = whole_number(settings, "linear_num_heads"), whole_number(settings, "linear_head_dim")
+    kernel = whole_number(settings, "linear_conv_kernel_dim")
+    net = DeltaNet(key_heads=heads, value_heads=heads, key_dim=size, value_dim=size, kernel=kernel, gate_rank=size)
+    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
+    recipe: Recipe = {
+        **deepseek_v3({**settings, "first_k_dense_replace": num_dense(settings)}),
+        "rotated_layers": (False,) * num_layers(settings),
+    }  # fmt: skip
+    return {**recipe, "recurrent": net, "recurrent_layers": layers} if layers else recipe
+
+
+def _tensors(config: ModelConfig) -> TensorSpecs:
+    names = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
+    return {**decoder_tensors(config, names), **_delta_tensors(config)}
+
+
+def _delta_tensors(config: ModelConfig) -> TensorSpecs:
+    """``delta_in`` projects to queries, keys, values, and what decays and gates of outputs are made of."""
+    net, hidden = config.recurrent, config.hidden_size
+    if not isinstance(net, DeltaNet):
+        return {}
+    size, rank, heads = net.key_size, net.gate_rank, net.value_heads
+    cuts = {name: slice(at * size, (at + 1) * size) for at, name in enumerate("qkv")}
+    low = {"f_a": slice(3 * size, 3 * size + rank), "g_a": slice(3 * size + rank, None)}
+    specs = {
+        "delta_in": TensorSpec(
+            shape=(net.projected, hidden),
+            parts={f"self_attn.{name}_proj.weight": (cut,) for name, cut in (cuts | low).items()},
+        ),
+        "delta_gates": TensorSpec(shape=(heads, hidden), parts={"self_attn.b_proj.weight": ()}, is_dense=True),
+        "delta_decay_up": TensorSpec(shape=(size, rank), parts={"self_attn.f_b_proj.weight": ()}, is_dense=True),
+        "delta_gate_up": TensorSpec(shape=(size, rank), parts={"self_attn.g_b_proj.weight": ()}, is_dense=True),
+        "conv_kernel": TensorSpec(
+            shape=(net.channels, 1, net.kernel), is_matrix=False, dtype="float32",
+            parts={f"self_attn.{name}_conv1d.weight": (cut,) for name, cut in cuts.items()},
+        ),
+        "delta_decay": TensorSpec(
+            shape=(1, 1, heads, 1), parts={"self_attn.A_log": ()}, is_matrix=False, dtype="float32"
+        ),
+        "delta_step": replace(vector(size, "self_attn.dt_bias"), dtype="float32"),
+        "delta_norm": vector(net.value_dim, "self_attn.o_norm.weight"),
+        "delta_out": TensorSpec(shape=(hidden, size), parts={"self_attn.o_proj.weight": ()}),
+    }  # fmt: skip
+    return {name: replace(spec, layers=config.recurrent_layers) for name, spec in specs.items()}
+
+
+KIMI_LINEAR = Family(
+    defaults=DEFAULTS, rewrite=_rewrite, recipe=_recipe, refusals=_refusals, tensors=_tensors,
+    other_layer_types=(LINEAR,), has_experts=True,
+)  # fmt: skip
