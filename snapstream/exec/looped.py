@@ -24,7 +24,8 @@ _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
-    "delta_step delta_norm delta_out delta_decay_up delta_gate_up mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
+    "delta_step delta_norm delta_out delta_decay_up delta_gate_up "
+    "mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
     "mamba_out_bias".split()
 )
 _MAX_HEAD_DIM = 256

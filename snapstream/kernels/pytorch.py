@@ -351,8 +351,8 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     """See ``reference.gated_delta``: ``size`` tokens at a time (arXiv 2412.06464, section 3.2, the extended WY form).
 
     Within a chunk ``u_i + beta_i sum_{j<i} d_ij (k_i . k_j) u_j = beta_i (v_i - d_i S^T k_i)``, where d_ij is the decay
-    from token j to i and d_i that from the chunk's start: a triangular system for all u at once. Decays per element of a
-    key run token by token.
+    from token j to i and d_i that from the chunk's start: a triangular system for all u at once. With decays per
+    element of a key token by token.
     """
     num_tokens = q.shape[1]
     if num_tokens == 1 or decay.dim() == 4:

@@ -45,7 +45,7 @@ from snapstream.models.matrix import MakeMatrix, decode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import FAMILIES, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
-from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, usual_name
+from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
@@ -62,11 +62,12 @@ class StoredTensor:
     name: str  # in the file
 
 
-def read_manifest(folder: Path, *, is_text_part: bool = False) -> dict[str, StoredTensor]:
+def read_manifest(folder: Path, config: ModelConfig | None = None) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint by name. ValueError for missing, truncated or contradictory shards.
 
-    ``is_text_part``: only those of the text model, by their names in a checkpoint of it alone.
+    With ``config`` by ``own_name``; of a text part only those of the text model.
     """
+    is_text_part = config is not None and config.is_text_part
     manifest: dict[str, StoredTensor] = {}
     num_skipped = 0
     for file in _shards(folder):
@@ -74,13 +75,22 @@ def read_manifest(folder: Path, *, is_text_part: bool = False) -> dict[str, Stor
             if is_text_part and stored.startswith(TOWER_PREFIXES):
                 num_skipped += 1
                 continue
-            name = usual_name(stored, is_text_part=is_text_part)
+            name = stored if config is None else own_name(stored, config)
             if name in manifest:
                 raise ValueError(f"{name} is in two shards: {manifest[name].file.name} and {file.name}")
             manifest[name] = tensor
     if num_skipped:
         logger.info("%d tensors of the vision tower and its projector are not loaded: text only", num_skipped)
     return manifest
+
+
+def own_name(name: str, config: ModelConfig) -> str:
+    """What this package calls a tensor of a checkpoint: of a text part as in one of it alone, and see
+    ``Family.aliases``.
+    """
+    for alias, own in FAMILIES.get(config.architecture).aliases.items():
+        name = name.replace(alias, own, 1)
+    return name_in_text_part(name) if config.is_text_part else name
 
 
 @contextmanager
@@ -365,7 +375,7 @@ def load_weights(
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
             with open_shard(file) as shard:
                 for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
-                    own = plain_name(usual_name(name, is_text_part=config.is_text_part))
+                    own = plain_name(own_name(name, config))
                     if own not in cuts:
                         continue
                     cut, part = cuts[own], cuts[own].part
@@ -474,7 +484,7 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The stored tensors by name; ValueError unless they are exactly this model's."""
-    manifest = read_manifest(folder, is_text_part=config.is_text_part)
+    manifest = read_manifest(folder, config)
     specs = tensor_specs(config)
     needed: dict[str, Expected] = {}
     for part in checkpoint_parts(specs, config.num_layers):

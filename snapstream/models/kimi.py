@@ -41,7 +41,8 @@ def _rewrite(settings: Settings) -> Settings:
         found["layer_types"] = [ATTENTION if layer + 1 in full else LINEAR for layer in layers]
     elif found.get("layer_types") is None:
         found["layer_types"] = [ATTENTION if layer and layer % 4 == 0 else LINEAR for layer in layers]
-    return {**found, "rope_interleave": False, "num_mtp_layers": 0, "num_nextn_predict_layers": None}
+    unused = "rope_scaling", "rope_parameters", "num_nextn_predict_layers"  # nothing is rotated or predicted further
+    return {**found, **dict.fromkeys(unused), "rope_theta": 10000.0, "rope_interleave": False, "num_mtp_layers": 0}
 
 
 def _refusals(settings: Settings) -> list[str]:
@@ -51,7 +52,7 @@ def _refusals(settings: Settings) -> list[str]:
         if settings.get(name, value) != value:
             reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
     if flag(settings, "tie_word_embeddings"):
-        reasons.append("tie_word_embeddings is true; no published model of this architecture has it, so it is not built")
+        reasons.append("tie_word_embeddings is true; no published model of this architecture has it")
     return reasons
 
 
@@ -68,7 +69,7 @@ def _recipe(settings: Settings) -> Recipe:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    names = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
+    names = ExpertNames(gate="w1", up="w3", down="w2")
     return {**decoder_tensors(config, names), **_delta_tensors(config)}
 
 
@@ -104,5 +105,5 @@ def _delta_tensors(config: ModelConfig) -> TensorSpecs:
 
 KIMI_LINEAR = Family(
     defaults=DEFAULTS, rewrite=_rewrite, recipe=_recipe, refusals=_refusals, tensors=_tensors,
-    other_layer_types=(LINEAR,), has_experts=True,
+    other_layer_types=(LINEAR,), has_experts=True, aliases={".block_sparse_moe.": ".mlp."},  # of published experts
 )  # fmt: skip

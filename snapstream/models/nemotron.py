@@ -105,5 +105,6 @@ NEMOTRON_H = Family(
     other_layer_types=(MAMBA, MLP, EXPERTS),
     has_experts=True,
     has_own_activation=True,
+    aliases={"backbone.": "model."},  # of published files; transformers 5 has the other
     skipped=("mtp.",),
 )  # fmt: skip

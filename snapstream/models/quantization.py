@@ -26,7 +26,7 @@ from snapstream.config.model import (
     WeightFormat,
 )
 from snapstream.models.config_json import read_object
-from snapstream.models.tensors import usual_name
+from snapstream.models.tensors import name_in_text_part
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 FP8_METHOD, MXFP4_METHOD, GPTQ_METHOD, AWQ_METHOD = "fp8", "mxfp4", "gptq", "awq"
@@ -378,7 +378,7 @@ def has_own_head(folder: Path) -> bool:
     tables: dict[str, tuple[Path, int, int, Any]] = {}
     for file in _weight_files(folder):
         header, start = _read_header(file)
-        header = {usual_name(name, is_text_part=True): tensor for name, tensor in header.items()}
+        header = {name_in_text_part(name): tensor for name, tensor in header.items()}
         room = file.stat().st_size - start
         for name in (EMBED, LM_HEAD):
             match header.get(name):

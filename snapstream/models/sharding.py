@@ -159,6 +159,8 @@ def rank_config(
         raise ValueError(f"a vocabulary of {model.vocab_size} leaves some of {size} ranks without a line")
     if parallel.attention == "dp" and model.latent is None:
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
+    if parallel.attention == "dp" and model.recurrent_layers:
+        raise ValueError("attention is 'dp', which is not supported beside recurrent layers")
     if model.has_fused_qkv or model.has_fused_gate_up:
         fused = "q, k and v" if model.has_fused_qkv else "gate and up"
         raise ValueError(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from snapstream.config import DType, ModelConfig
 from snapstream.config.model import LatentConfig
 
-OWN_PREFIXES = {"backbone.": "model."}  # of published files whose names transformers changes (Nemotron-H)
 # Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
 TEXT_PREFIXES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
@@ -82,13 +81,10 @@ class Part(NamedTuple):
     is_transposed: bool = False
 
 
-def usual_name(name: str, *, is_text_part: bool = False) -> str:
-    """A checkpoint's name of a tensor with the prefixes that this package uses: those of transformers, of a text part
-    alone.
-    """
-    prefixes = {**OWN_PREFIXES, **(TEXT_PREFIXES if is_text_part else {})}
-    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), None)
-    return name if prefix is None else prefixes[prefix] + name.removeprefix(prefix)
+def name_in_text_part(name: str) -> str:
+    """The name of a tensor in a checkpoint of the text part alone."""
+    prefix = next((prefix for prefix in TEXT_PREFIXES if name.startswith(prefix)), None)
+    return name if prefix is None else TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
 
 
 def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:

@@ -179,7 +179,7 @@ def test_rows_with_windows(tmp_path: Path) -> None:
         assert full * 33 == window * BUDGET.capacity
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-3"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-3", "kimi-linear"])
 def test_rows_with_states(name: str, tmp_path: Path) -> None:
     """Recurrent layers first and last, prompts packed and alone, states copied to each sample, rows used again."""
     folder = save(make_model(name), tmp_path)

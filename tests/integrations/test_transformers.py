@@ -21,7 +21,7 @@ from tests.parity.checkpoints import ARCHITECTURES, LATENTS, VOCAB, make_model, 
 
 NEW = 40
 BUDGET = 64
-REFUSED = ("gpt-oss", "phi3-longrope", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron")
+REFUSED = ("gpt-oss", "phi3-longrope", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear")
 FAMILIES = [
     name
     for name, (_, changes) in ARCHITECTURES.items()

@@ -327,13 +327,34 @@ ARCHITECTURES |= {
     ),
     "kimi-linear": (
         "KimiLinearConfig",
-        {**KDA, "num_hidden_layers": 5, "q_lora_rank": 20, "n_group": 4, "topk_group": 2, "layer_types":
-         ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"]},
+        {
+            **KDA,
+            "num_hidden_layers": 5,
+            "q_lora_rank": 20,
+            "n_group": 4,
+            "topk_group": 2,
+            "layer_types": [
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+                "full_attention",
+                "linear_attention",
+            ],
+        },
     ),
     "kimi-linear-48b": (  # published: attention after every third, no low rank of queries
-        "KimiLinearConfig", {**KDA, "num_hidden_layers": 4, "linear_attn_config": {
-            "full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 3, "head_dim": 12,
-            "short_conv_kernel_size": 4}},
+        "KimiLinearConfig",
+        {
+            **KDA,
+            "num_hidden_layers": 4,
+            "linear_attn_config": {
+                "full_attn_layers": [4],
+                "kda_layers": [1, 2, 3],
+                "num_heads": 3,
+                "head_dim": 12,
+                "short_conv_kernel_size": 4,
+            },
+        },
     ),
     "youtu": ("YoutuConfig", {**LATENTS, "q_lora_rank": 20}),
     "deepseek-v3-dense": ("DeepseekV3Config", {**LATENTS, "q_lora_rank": 20, "first_k_dense_replace": 3}),
@@ -351,9 +372,8 @@ ARCHITECTURES |= {
 }
 
 
-RECURRENT = [
-    name for name in ARCHITECTURES if name.startswith(("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear"))
-]
+HYBRIDS = ("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear")
+RECURRENT = [name for name in ARCHITECTURES if name.startswith(HYBRIDS)]
 
 
 def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:

@@ -94,7 +94,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         }  # fmt: skip
         if architecture == "DeepseekV2ForCausalLM":
             found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
-        elif architecture == "Mistral4ForCausalLM":
+        elif architecture.startswith(("Mistral4", "Kimi")):
             del found["topk_method"]
     else:
         rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
@@ -113,6 +113,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
         if architecture.startswith("Granite"):
             found |= draw_mamba(random, size, found["hidden_size"])
+        if architecture.startswith("Kimi"):
+            found |= {"linear_num_heads": (count := size.any(1, 4)), "tie_word_embeddings": False,
+                      "linear_head_dim": size.inputs(140, times=count)}  # fmt: skip
         if architecture.startswith("Nemotron"):
             found |= draw_single_parts(random, size)
     if family.has_experts:
@@ -171,7 +174,9 @@ def draw_single_parts(random: Random, size: Sizes) -> dict[str, Any]:
 
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
     groups = (
-        random.choice([1, 1, 2, 4]) if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron")) else 1
+        random.choice([1, 1, 2, 4])
+        if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron", "Kimi"))
+        else 1
     )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
     inner = size.inputs(120)

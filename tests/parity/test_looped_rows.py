@@ -249,6 +249,19 @@ def mamba2(sizes: tuple[int, ...], is_mixture: bool) -> ModelConfig:
     })  # fmt: skip
 
 
+def kimi(sizes: tuple[int, int, int], q_rank: int | None) -> ModelConfig:
+    """KDA beside latents."""
+    heads, dim, kernel = sizes
+    return model_config_from_dict({
+        "architectures": ["KimiLinearForCausalLM"], "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96,
+        "num_attention_heads": 5, "kv_lora_rank": 24, "q_lora_rank": q_rank, "qk_nope_head_dim": 12,
+        "qk_rope_head_dim": 8, "v_head_dim": 32, "n_routed_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "linear_num_heads": heads, "linear_head_dim": dim,
+        "linear_conv_kernel_dim": kernel, "num_hidden_layers": 4, "max_position_embeddings": 512,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    })  # fmt: skip
+
+
 def single_parts(pattern: str, inner: int, moe_inner: int) -> ModelConfig:
     """Layers of one part each, MLPs and experts without gate."""
     return model_config_from_dict({
@@ -262,6 +275,8 @@ def single_parts(pattern: str, inner: int, moe_inner: int) -> ModelConfig:
 
 
 RECURRENT_MODELS = [
+    (kimi((3, 12, 3), 20), "float32", False), (kimi((1, 130, 4), None), "float32", False),
+    (kimi((2, 32, 4), 32), "int8", False), (kimi((2, 37, 2), None), "bfloat16", False),
     (single_parts("M-E*EM", 96, 32), "float32", False), (single_parts("-EM*MM", 90, 36), "float32", False),
     (single_parts("EM-*", 160, 96), "int8", False), (single_parts("M-*-", 96, 32), "int8", True),
     (single_parts("*MM-", 96, 32), "int4", True), (single_parts("M*E", 96, 40), "bfloat16", False),

@@ -250,6 +250,7 @@ def test_the_next_turn_continues_after_the_answer(
     ("qwen3.5", {}),
     ("granite-hybrid", {}),
     ("nemotron-h", {}),
+    ("kimi-linear", {}),
 ])  # fmt: skip
 def test_an_idle_engine_prefills_answers_that_it_cannot_copy(
     folders: dict[str, Path], name: str, settings: dict[str, Any]

@@ -120,7 +120,9 @@ def test_a_native_delta_rule_is_the_reference(seed: int) -> None:
     heads = key_heads * each
     q, k = (torch.nn.functional.normalize(torch.randn(sequences, count, key_heads, keys), dim=-1) for _ in range(2))
     v = torch.randn(sequences, count, heads, values)
-    decay, beta = -2.0 * torch.rand(sequences, count, heads), torch.rand(sequences, count, heads)
+    by_channel = (keys,) if seed % 2 else ()  # a decay per element of a key
+    decay = -2.0 * torch.rand(sequences, count, heads, *by_channel)
+    beta = torch.rand(sequences, count, heads)
     state = torch.randn(sequences, heads, keys, values)
     want, got, in_parts = state.clone(), state.clone(), state.clone()
     out = prompt.gated_delta(q, k, v, decay, beta, got)
@@ -153,7 +155,18 @@ def test_a_native_scan_is_the_reference(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-3"],
+    [
+        "lfm2",
+        "lfm2-moe",
+        "qwen3-next",
+        "qwen3.5",
+        "granite-hybrid",
+        "granite-hybrid-moe",
+        "nemotron-h",
+        "nemotron-3",
+        "kimi-linear",
+        "kimi-linear-48b",
+    ],
 )
 def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
@@ -236,7 +249,7 @@ STORE = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8, snapshot_l
 STORED: dict[str, Any] = {**SETTINGS, "selector": SnapKV(observation_len=4), "budget": 48, "chunk_len": 24}
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3.5", "nemotron-3"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "qwen3.5", "nemotron-3", "kimi-linear"])
 def test_a_hit_begins_at_a_snapshot_and_answers_as_a_cold_prefill(name: str, tmp_path: Path) -> None:
     """A further turn, the same prompt again, other ends of a prompt, several samples; alone and together."""
     folder = save(make_model(name), tmp_path)
@@ -284,7 +297,7 @@ def snapshot_files(store: Path) -> list[Path]:
     return sorted(store.rglob("*.state.safetensors"), key=lambda path: path.stat().st_mtime_ns)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-3", "kimi-linear"])
 def test_a_restart_finds_snapshots(name: str, tmp_path: Path) -> None:
     """The second turn continues at the end of the first; without that file at the snapshot before, bit for bit."""
     folder, store = save(make_model(name), tmp_path / "model"), tmp_path / "store"

@@ -56,6 +56,16 @@ MODELS["recurrent"] = COMMON | {
     "architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 4, "hidden_size": 512, "vocab_size": 1000,
     "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2,
 }  # fmt: skip
+# Layers of one part each without gates, and KDA beside latents.
+MODELS["single parts"] = COMMON | {
+    "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-E", "mamba_num_heads": 16, "n_groups": 2,
+    "n_routed_experts": 8, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS["kda"] = MODELS["latents"] | {
+    "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 5, "linear_num_heads": 8, "linear_head_dim": 64,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 # The values of all heads are the widest input of a product, wider than all queries in the space of the latents.
 MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 256}
 ROWS = 32
@@ -64,6 +74,7 @@ ROWS = 32
 @pytest.mark.parametrize("most_drafted", [0, 8])
 @pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("four norms", "float32"),
                                              ("experts", "float32"), ("recurrent", "float32"),
+                                             ("single parts", "float32"), ("kda", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)

@@ -33,6 +33,7 @@ QWEN3 = {**QWEN2, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 LATENTS: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
                            "v_head_dim": 12, "first_k_dense_replace": 2}  # fmt: skip
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
+KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
             "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -151,6 +152,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
               "routed_scaling_factor": 2.5, "topk_group": 1}, 31_577_940_288),  # with the corrections of the routers
         )
     },
+    "Kimi-Linear-48B-A3B-Instruct": (
+        {"architectures": ["KimiLinearForCausalLM"], "first_k_dense_replace": 1, "head_dim": 72, "hidden_size": 2304,
+         "intermediate_size": 9216, "kv_lora_rank": 512, "linear_attn_config": {
+             "full_attn_layers": [4, 8, 12, 16, 20, 24, 27], "head_dim": 128, "num_heads": 32,
+             "kda_layers": [layer for layer in range(1, 27) if layer % 4], "short_conv_kernel_size": 4},
+         "mla_use_nope": True, "model_max_length": 1048576, "moe_intermediate_size": 1024, "moe_layer_freq": 1,
+         "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_attention_heads": 32,
+         "num_expert_group": 1, "num_experts": 256, "num_experts_per_token": 8, "num_hidden_layers": 27,
+         "num_key_value_heads": 32, "num_nextn_predict_layers": 0, "num_shared_experts": 1, "q_lora_rank": None,
+         "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-05, "rope_scaling": None,
+         "rope_theta": 10000.0, "routed_scaling_factor": 2.446, "tie_word_embeddings": False, "topk_group": 1,
+         "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840},
+        49_122_681_728,
+    ),
     "gemma-3-1b-it": (
         {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
@@ -676,6 +691,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "sparse indexer.*2048",
     ),
     ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "only yarn has it"),
+    ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False; of this architecture it must be True"),
+    ({**KIMI, "moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
+    ({**KIMI, "linear_attn_config": [4]}, r"linear_attn_config is \[4\]; it must be an object"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -781,7 +799,8 @@ OTHER_VALUES: dict[str, Any] = {
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
-                "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")  # fmt: skip
+                "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", 
+                "KimiLinearForCausalLM")  # fmt: skip
 
 
 def config_class_of(architecture: str) -> Any:
@@ -821,6 +840,17 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"layer_types": ["linear_attention", *["full_attention"] * (settings["num_hidden_layers"] - 1)],
                      "mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 3,
                      "mamba_conv_bias": False, "mamba_proj_bias": True, "shared_intermediate_size": 40}  # fmt: skip
+    if architecture == "KimiLinearForCausalLM":
+        settings |= {
+            "linear_head_dim": 24,
+            "linear_num_heads": 6,
+            "tie_word_embeddings": False,
+            "n_group": 16,
+            "max_position_embeddings": 512,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 4,
+            "layer_types": ["full_attention", *["linear_attention"] * (settings["num_hidden_layers"] - 1)],
+        }
     if architecture == "NemotronHForCausalLM":
         settings |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "n_groups": 4,
                      "layers_block_type": ["moe", "mamba", "mlp", "attention", "linear_attention"],
