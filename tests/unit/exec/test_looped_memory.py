@@ -64,7 +64,7 @@ MODELS["single parts"] = COMMON | {
 }  # fmt: skip
 MODELS["kda"] = MODELS["latents"] | {
     "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 5, "linear_num_heads": 8, "linear_head_dim": 64,
-    "tie_word_embeddings": False,
+    "first_k_dense_replace": 5, "tie_word_embeddings": False,
 }  # fmt: skip
 # The values of all heads are the widest input of a product, wider than all queries in the space of the latents.
 MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 256}
