@@ -183,7 +183,8 @@ def _recurrent(decoder: Decoder) -> Recurrent:
             "step": vectors["delta_step"], "norm": vectors["delta_norm"],
         }  # fmt: skip
         if net.gate_rank:
-            given |= {name: weights.matrices[f"delta_{name}"].dense() for name in ("decay_up", "gate_up")}
+            for name in ("decay_up", "gate_up"):
+                given[name] = weights.matrices[f"delta_{name}"].dense()
         names = "key_heads", "value_heads", "key_dim", "value_dim", "gate_rank"
         sizes = {name: getattr(net, name) for name in names}
         stacks = "delta_in", "delta_out"

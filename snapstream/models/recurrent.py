@@ -69,12 +69,13 @@ class DeltaNetLayer(DenseLayer):
             gates = torch.cat((gates, self._decay_up.multiply(decays.contiguous(), None, self._kernels)), dim=1)
         out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur)
         z = view.outputs(z)
-        if self._gate_up is not None:
-            z = self._gate_up.multiply(z.contiguous(), None, self._kernels)
-        activation = F.silu if self._gate_up is None else torch.sigmoid
+        if self._gate_up is None:
+            gate = F.silu(z.to(torch.float32))
+        else:
+            gate = self._gate_up.multiply(z.contiguous(), None, self._kernels).to(torch.float32).sigmoid()
         heads = out.view(-1, self._net.value_heads, self._net.value_dim)
         normed = self._kernels.rms_norm(heads.to(x.dtype).flatten(0, 1), self._out_norm, self._eps).view_as(heads)
-        return (normed * activation(z.reshape(heads.shape).to(torch.float32))).to(x.dtype)
+        return (normed * gate.reshape(heads.shape)).to(x.dtype)
 
     def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """A ``Recurrence`` over ``q | k | v | b | a``, ``[S, n, C + 2H]``, of KDA ``[S, n, C + H + H K]``; outputs
