@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,65 @@ from safetensors.numpy import load_file
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama", "MistralForCausalLM": "llama", "MixtralForCausalLM": "llama",
-    "SmolLM3ForCausalLM": "smollm3", "GraniteForCausalLM": "granite", "Olmo2ForCausalLM": "olmo2",
-    "SeedOssForCausalLM": "seed_oss", "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
-    "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
+    "Ministral3ForCausalLM": "mistral3", "SmolLM3ForCausalLM": "smollm3", "GraniteForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granitehybrid", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo2",
+    "OlmoeForCausalLM": "olmoe", "SeedOssForCausalLM": "seed_oss", "GemmaForCausalLM": "gemma",
+    "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss", "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
+    "Qwen3NextForCausalLM": "qwen3next", "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Phi3ForCausalLM": "phi3", "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe",
+    "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "Glm4ForCausalLM": "glm4",
+    "Glm4MoeForCausalLM": "glm4moe", "Glm4MoeLiteForCausalLM": "deepseek2", "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2", "Dots1ForCausalLM": "dots1", "MiniMaxM2ForCausalLM": "minimax-m2",
+    "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "Exaone4ForCausalLM": "exaone4",
+    "InternLM3ForCausalLM": "llama", "IQuestCoderForCausalLM": "llama", "YoutuForCausalLM": "deepseek2",
+    "DeepseekV32ForCausalLM": "deepseek32", "GlmMoeDsaForCausalLM": "glm-dsa", "HYV3ForCausalLM": "hy_v3",
+    "MellumForCausalLM": "mellum",
 }  # fmt: skip
-PERMUTED = ("llama", "smollm3", "granite")
-EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+# Newer than the package: an architecture that names its tensors alike.
+NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
+
+
+def longrope(original: int) -> dict[str, Any]:
+    """Changes of a Phi-3: transformers takes other divisors for prompts beyond the original context."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": original, "short_factor": [1.0, 1.1, 1.2, 1.4, 1.5, 1.7],
+        "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0],
+    }  # fmt: skip
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+# Models of tests/parity/checkpoints.py by name, and what files can say of them. A file has one multiplier of YaRN, and
+# DeepSeek-V2's groups decide how experts are chosen.
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.7,
+         "original_max_position_embeddings": 64}  # fmt: skip
+_LATENT: dict[str, Any] = {"rope_parameters": _YARN}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-mha": {"head_dim": 20}, "llama-gqa-tied": {}, "llama-llama3": {}, "llama-linear": {}, "llama-yarn": {},
+    "mistral": {"head_dim": 8}, "ministral3": {}, "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 3},
+    "qwen2": {}, "qwen2-moe": {}, "qwen3": {"num_key_value_heads": 1}, "qwen3-moe": {"num_key_value_heads": 1},
+    "qwen3-next": {}, "qwen3.5": {},
+    "qwen3.5-moe": {},
+    "gemma": {}, "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
+    "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
+    "granite-hybrid-moe": {"mamba_proj_bias": False}, "lfm2": {"conv_bias": False, "block_auto_adjust_ff_dim": False},
+    "lfm2-all": {}, "lfm2-moe": {"tie_word_embeddings": True}, "cohere": {"tie_word_embeddings": True}, "cohere2": {},
+    "glm4": {}, "glm4-moe": {}, "glm4-lite": _LATENT, "deepseek-v2": _LATENT,
+    "deepseek-v2-lite": {**_LATENT, "n_group": 1, "topk_group": 1}, "deepseek-v3": _LATENT, "kimi-k2": _LATENT,
+    "dots1": {"sliding_window": None}, "minimax-m2": {}, "ernie": {"use_bias": False}, "ernie-moe": {}, "olmo2": {},
+    "olmo3": {}, "olmoe": {"attention_bias": False}, "exaone4": {},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4}, "seed-oss": {}, "internlm3": {},
+    "iquest-coder": {}, "granite-4-dense": {}, "youtu": _LATENT, "deepseek-v3.2": _LATENT, "glm-5": {}, "hy3": {},
+    "mellum": {"norm_topk_prob": True},
+}  # fmt: skip
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid")
+OFFSET = ("gemma", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
+DELTA = ("qwen3next", "qwen35", "qwen35moe")
+EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+
+Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 def permuted(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
@@ -29,14 +82,31 @@ def permuted(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Of a checkpoint, with the size of a head and the kinds of layers."""
+    settings = json.loads((folder / "config.json").read_text())
+    settings["head_dim"] = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+    return settings
+
+
+def arch_of(settings: dict[str, Any]) -> str:
+    """Granite 4.0 without recurrent layers is written as Granite 3."""
+    arch = ARCHITECTURES[settings["architectures"][0]]
+    return "granite" if arch == "granitehybrid" and "linear_attention" not in settings["layer_types"] else arch
+
+
+def names_of(arch: str, num_layers: int) -> Any:
+    """The package's map from names of safetensors."""
+    kinds = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
+    return gguf.get_tensor_name_map(kinds[NAMED_AS.get(arch, arch)], num_layers)
+
+
 def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     """Tensors of a checkpoint under llama.cpp's names, experts stacked, q and k of Llama permuted."""
-    settings = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES[settings["architectures"][0]]
-    names = gguf.get_tensor_name_map(
-        {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch], settings["num_hidden_layers"]
-    )
-    heads = {"q_proj": settings["num_attention_heads"], "k_proj": settings["num_key_value_heads"]}
+    settings = settings_of(folder)
+    arch = arch_of(settings)
+    names = names_of(arch, settings["num_hidden_layers"])
+    heads = {"q_proj": settings["num_attention_heads"], "k_proj": settings.get("num_key_value_heads")}
     found: dict[str, np.ndarray[Any, Any]] = {}
     experts: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
     for name, numbers in load_file(folder / "model.safetensors").items():
@@ -48,15 +118,84 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
         projection = name.split(".")[-2]
         if arch in PERMUTED and projection in heads:
             numbers = permuted(numbers, heads[projection])
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in OFFSET and name.endswith("norm.weight") and "linear_attn" not in name:
             numbers = numbers + 1
         if arch == "gpt-oss" and ".experts." in name:
             found |= experts_of(name, numbers)
             continue
-        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert own is not None, name
-        found[own + ".weight" * name.endswith("sinks")] = numbers
+        for own, part in parts_of(name, numbers, settings, arch).items():
+            mapped = names.get_name(own, try_suffixes=(".weight", ".bias"))
+            assert mapped is not None or own.startswith("blk."), name
+            found[(mapped or own) + ".weight" * name.endswith("sinks")] = part
     return found | {name: np.stack([own[at] for at in range(len(own))]) for name, own in experts.items()}
+
+
+def parts_of(
+    name: str, numbers: np.ndarray[Any, Any], settings: dict[str, Any], arch: str
+) -> dict[str, np.ndarray[Any, Any]]:
+    """A tensor as llama.cpp's converter has it before names are mapped; names with ``blk.`` are mapped."""
+    layer = f"blk.{name.split('.')[2]}" if name.startswith("model.layers.") else ""
+    if name.endswith("correction_bias"):
+        return {name.removesuffix("_bias") + ".bias": numbers}
+    if name.endswith("expert_bias"):
+        return {name + ".bias" * (arch != "hy_v3"): numbers}
+    if name.endswith("kv_b_proj.weight"):
+        rows = numbers.reshape(settings["num_attention_heads"], -1, numbers.shape[1])
+        keys, values = np.split(rows, [settings["qk_nope_head_dim"]], 1)
+        columns = np.ascontiguousarray(keys.swapaxes(1, 2))
+        return {f"{layer}.attn_k_b.weight": columns, f"{layer}.attn_v_b.weight": values}
+    if name.endswith("input_linear.weight"):
+        kind = "exps" if "block_sparse" in name else "shexp" if settings["num_local_experts"] else ""
+        gate, up = np.split(numbers, 2, -2)
+        return {f"{layer}.{f'ffn_{part}_{kind}'.rstrip('_')}.weight": own for part, own in (("gate", gate), ("up", up))}
+    if name.endswith("shared_mlp.output_linear.weight") and not settings["num_local_experts"]:
+        return {f"{layer}.ffn_down.weight": numbers}
+    if name.endswith("_proj") and ".experts." in name:  # all experts in one tensor
+        if name.endswith("down_proj"):
+            return {f"{layer}.ffn_down_exps.weight": numbers}
+        gate, up = np.split(numbers, 2, 1)
+        return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
+    if name.endswith(("conv.conv.weight", "conv1d.weight")):
+        numbers = numbers[:, 0]
+    if name.endswith((".A_log", "mamba.D")):
+        numbers = -np.exp(numbers) if name.endswith("A_log") else numbers
+        numbers = numbers[:, None] if "mamba" in name else numbers
+    if name.endswith("mamba.norm.weight"):
+        numbers = numbers.reshape(settings["mamba_n_groups"], -1)
+    if "linear_attn" in name:
+        return delta_parts(name, numbers, settings, arch, layer)
+    return {name.replace(".dt_bias", ".dt_proj.bias"): numbers}
+
+
+def delta_parts(
+    name: str, numbers: np.ndarray[Any, Any], settings: dict[str, Any], arch: str, layer: str
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Of DeltaNet: in Qwen3-Next q, k, v and z apart, in Qwen3.5 value heads by turns of their key heads."""
+    keys, values, size, value_size = (
+        settings[f"linear_{part}"] for part in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    each = values // keys
+    if "in_proj_qkvz" in name:
+        heads = numbers.reshape(keys, -1, numbers.shape[1])
+        cuts = np.split(heads, [size, 2 * size, 2 * size + each * value_size], 1)
+        q, k, v, z = (part.reshape(-1, numbers.shape[1]) for part in cuts)
+        return {f"{layer}.attn_qkv.weight": np.concatenate((q, k, v)), f"{layer}.attn_gate.weight": z}
+    if arch != "qwen3next":
+
+        def tiled(rows: np.ndarray[Any, Any], length: int) -> np.ndarray[Any, Any]:
+            heads = rows.reshape(keys, each, length, *rows.shape[1:])
+            return np.ascontiguousarray(heads.swapaxes(0, 1)).reshape(rows.shape)
+
+        if "in_proj_qkv" in name or "conv1d" in name:
+            first, rest = np.split(numbers, [2 * keys * size])
+            numbers = np.concatenate((first, tiled(rest, value_size)))
+        elif "in_proj_z" in name:
+            numbers = tiled(numbers, value_size)
+        elif "out_proj" in name:
+            numbers = np.ascontiguousarray(tiled(numbers.T, value_size).T)
+        elif "norm" not in name:
+            numbers = tiled(numbers, 1)
+    return {name.replace(".dt_bias", ".dt_proj.bias"): numbers}
 
 
 def experts_of(name: str, numbers: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
@@ -100,58 +239,33 @@ def raw_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray[Any,
 
 def write_gguf(
     folder: Path, file: Path, kind: str | dict[str, str] = "F32", *, tokens: dict[str, Any] | None = None,
-    num_tensors: int = 0,
+    num_tensors: int = 0, numbers_of: Path | None = None, change: Callable[[Tensors], Tensors] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> Path:  # fmt: skip
-    """``kind``: of the matrices, or by a part of their names; ``num_tensors``: of each file of a split model."""
-    settings = json.loads((folder / "config.json").read_text())
-    arch = ARCHITECTURES[settings["architectures"][0]]
+    """``kind``: of the matrices, or by a part of their names; ``num_tensors``: of each file of a split model;
+    ``numbers_of``: a file of this model whose numbers it has; ``change`` of its tensors; ``more`` settings.
+    """
+    settings = settings_of(folder)
+    arch = arch_of(settings)
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=num_tensors)
-    heads = settings["num_attention_heads"]
-    head_dim = settings["head_dim"] = settings.get("head_dim") or settings["hidden_size"] // heads
-    writer.add_context_length(settings["max_position_embeddings"])
-    writer.add_embedding_length(settings["hidden_size"])
-    writer.add_block_count(settings["num_hidden_layers"])
-    writer.add_feed_forward_length(settings["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(settings["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
-    rope = settings["rope_parameters"]
-    if arch == "granite":
-        writer.add_attention_scale(settings["attention_multiplier"])
-        writer.add_embedding_scale(settings["embedding_multiplier"])
-        writer.add_residual_scale(settings["residual_multiplier"])
-        writer.add_logit_scale(settings["logits_scaling"])
-    if arch == "gemma3":
-        sliding, rope = rope["sliding_attention"], rope["full_attention"]
-        writer.add_rope_freq_base_swa(sliding["rope_theta"])
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in settings["layer_types"]])
-    if arch in ("gemma3", "gpt-oss"):
-        writer.add_sliding_window(settings["sliding_window"])
-    if arch == "gpt-oss":
-        writer.add_expert_feed_forward_length(settings["intermediate_size"])
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if rope["rope_type"] in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    experts = settings.get("num_experts", settings.get("num_local_experts"))
-    if experts:
-        writer.add_expert_count(experts)
-        writer.add_expert_used_count(settings["num_experts_per_tok"])
-    if "moe_intermediate_size" in settings:
-        writer.add_expert_feed_forward_length(settings["moe_intermediate_size"])
+    for name, value in (metadata_of(settings, arch) | (more or {})).items():
+        _add(writer, f"{arch}.{name}", value)
     for name, value in (tokens or {"tokenizer.ggml.model": "no_vocab"}).items():
         _add(writer, name, value)
     found = tensors_of(folder)
+    if numbers_of is not None:
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(numbers_of).tensors}
+        found = {name: gguf.quants.dequantize(stored[name].data, stored[name].tensor_type) for name in found}
+    found = found if change is None else change(found)
     if (factors := rope_factors(settings)) is not None:
         found["rope_freqs.weight"] = factors
+    for kind_of, factors in (settings["rope_parameters"] or {}).items():
+        if kind_of in ("short_factor", "long_factor"):
+            found[f"rope_factors_{kind_of.removesuffix('_factor')}.weight"] = np.array(factors, dtype=np.float32)
     for seed, (name, numbers) in enumerate(found.items()):
         chosen = kind if isinstance(kind, str) else next(own for part, own in kind.items() if part in name)
-        own = Kind[chosen] if numbers.ndim > 1 and "gate_inp" not in name and "bias" not in name else Kind.F32
+        is_plain = any(part in name for part in ("gate_inp", "bias", "conv1d", "shortconv.conv", "norm"))
+        own = Kind[chosen] if numbers.ndim > 1 and not is_plain and not name.endswith(("ssm_a", "ssm_d")) else Kind.F32
         try:
             data = gguf.quants.quantize(numbers, own)
         except NotImplementedError:
@@ -164,12 +278,116 @@ def write_gguf(
     return file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))))
 
 
+# Settings of config.json that files have under another name.
+FIELDS = {
+    "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
+    "layer_norm_eps": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count", "num_experts": "expert_count",
+    "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "moe_num_experts": "expert_count",
+    "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
+    "moe_num_shared_experts": "expert_shared_count", "routed_scaling_factor": "expert_weights_scale",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length", "n_group": "expert_group_count",
+    "shared_intermediate_size": "expert_shared_feed_forward_length", "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count", "num_dense_layers": "leading_dense_block_count",
+    "moe_layer_start_index": "leading_dense_block_count", "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank", "conv_L_cache": "shortconv.l_cache", "logit_scale": "logit_scale",
+    "full_attention_interval": "full_attention_interval", "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale", "router_scaling_factor": "expert_weights_scale",
+    "index_topk": "attention.indexer.top_k", "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length", "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank", "mamba_d_conv": "ssm.conv_kernel",
+    "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
+}  # fmt: skip
+SIGMOID = ("glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa")
+WINDOWS = ("gemma3", "exaone4", "olmo2", "mellum")  # and which layers have them
+LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
+
+
+def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
+    """The settings of a file, as llama.cpp's converter writes them."""
+    found = {FIELDS[name]: value for name, value in settings.items() if name in FIELDS and value is not None}
+    heads, head_dim, layers = settings["num_attention_heads"], settings["head_dim"], settings["num_hidden_layers"]
+    found |= {"block_count": layers, "attention.key_length": head_dim, "attention.value_length": head_dim}
+    kv_heads, kinds = settings.get("num_key_value_heads", heads), settings.get("layer_types") or []
+    if arch in ("lfm2", "lfm2moe", "granitehybrid"):
+        kv_heads = [kv_heads if "attention" in kind and "linear" not in kind else 0 for kind in kinds]
+    found["attention.head_count_kv"] = kv_heads
+    rope = settings["rope_parameters"]
+    if any(isinstance(own, dict) for own in rope.values()):  # of layers with a window, and of the others
+        found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
+    if settings.get("sliding_window") is not None and arch in WINDOWS:
+        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+    if arch not in (*WINDOWS, "cohere2", "gpt-oss", "phi3"):
+        found.pop("attention.sliding_window", None)
+    found["rope.freq_base"] = float(rope["rope_theta"])
+    found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rope["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope.get("original_max_position_embeddings"):
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "longrope":
+        old = rope["original_max_position_embeddings"]
+        stretch = max(settings["max_position_embeddings"] / old, 1.0)
+        found["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(stretch) / np.log(old)))
+    if "llama_4_scaling_beta" in rope:
+        found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
+        found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+    if arch == "gpt-oss":
+        found["expert_feed_forward_length"] = settings["intermediate_size"]
+    if arch == "minimax-m2":
+        found["expert_feed_forward_length"] = settings["intermediate_size"]
+    if arch in SIGMOID or settings["architectures"][0] in ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"):
+        found["expert_gating_func"] = 2
+    if settings.get("norm_topk_prob") is not None and arch in ("dots1", "glm4moe", "lfm2moe", *LATENTS):
+        found["expert_weights_norm"] = settings["norm_topk_prob"]
+    if arch == "ernie4_5-moe":
+        found["interleave_moe_layer_step"] = 1
+        shared = settings["moe_num_shared_experts"] * settings["moe_intermediate_size"]
+        found["expert_shared_feed_forward_length"] = shared
+    if arch == "hy_v3":
+        shared = settings["num_shared_experts"] * settings["moe_intermediate_size"]
+        found |= {"expert_shared_feed_forward_length": shared, "expert_weights_norm": True}
+    if arch in LATENTS:
+        rank, rotated = settings["kv_lora_rank"], settings["qk_rope_head_dim"]
+        found |= {
+            "attention.head_count_kv": 1, "attention.key_length": rank + rotated, "attention.value_length": rank,
+            "attention.key_length_mla": settings["qk_nope_head_dim"] + rotated,
+            "attention.value_length_mla": settings["v_head_dim"], "rope.dimension_count": rotated,
+        }  # fmt: skip
+        if "mscale_all_dim" in rope:
+            found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+        if "mlp_layer_types" in settings:
+            found["leading_dense_block_count"] = settings["mlp_layer_types"].count("dense")
+        if settings["architectures"] == ["YoutuForCausalLM"]:
+            found |= {"leading_dense_block_count": layers, "expert_shared_count": 0}
+            found["expert_feed_forward_length"] = settings["intermediate_size"]
+    if arch in DELTA:
+        found["ssm.inner_size"] = settings["linear_num_value_heads"] * settings["linear_value_head_dim"]
+        pairs = found["rope.dimension_count"] // 2
+        if arch == "qwen35moe":  # as newer files do
+            found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
+        found["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
+    if "mamba_expand" in settings:
+        found["ssm.inner_size"] = settings["mamba_expand"] * settings["hidden_size"]
+        found["rope.scaling.finetuned"] = settings["position_embedding_type"] == "rope"
+        if not settings["num_local_experts"]:
+            found |= {"feed_forward_length": settings["shared_intermediate_size"], "expert_used_count": 0}
+    return found
+
+
 def _add(writer: Any, name: str, value: Any) -> None:
     match value:
         case bool():
             writer.add_bool(name, value)
         case int():
             writer.add_uint32(name, value)
+        case float():
+            writer.add_float32(name, value)
         case str():
             writer.add_string(name, value)
         case list():
@@ -185,10 +403,8 @@ def dequantized(file: Path, folder: Path, target: Path) -> Path:
     settings = json.loads((folder / "config.json").read_text())
     heads = {"attn_q": settings["num_attention_heads"], "attn_k": settings["num_key_value_heads"]}
     out: dict[str, np.ndarray[Any, Any]] = {}
-    arch = ARCHITECTURES[settings["architectures"][0]]
-    names = gguf.get_tensor_name_map(
-        {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[arch], settings["num_hidden_layers"]
-    )
+    arch = arch_of(settings)
+    names = names_of(arch, settings["num_hidden_layers"])
     for name, numbers in load_file(folder / "model.safetensors").items():
         expert = EXPERT.fullmatch(name)
         if arch == "gpt-oss" and ".experts." in name:

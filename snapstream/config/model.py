@@ -168,6 +168,7 @@ class StoredWeights:
     tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
     packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
     dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
+    has_float_dense: bool = False  # matrices with ``TensorSpec.is_dense`` are floats beside quantized ones
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
         """The quantized format of a matrix of a layer; None for floats, as attention is beside MXFP4 experts."""

@@ -486,9 +486,10 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     """The stored tensors by name; ValueError unless they are exactly this model's."""
     manifest = read_manifest(folder, config)
     specs = tensor_specs(config)
+    forms = {name: _stored_format(spec, config) for name, spec in specs.items()}
     needed: dict[str, Expected] = {}
     for part in checkpoint_parts(specs, config.num_layers):
-        form = _stored_format(specs[part.target], config)
+        form = forms[part.target]
         if config.stored.packing is not None and specs[part.target].is_quantized:
             needed |= packing_tensors(part.name, part.shape, config.stored.packing)
             continue
@@ -502,6 +503,8 @@ def _stored_format(spec: TensorSpec, config: ModelConfig) -> WeightFormat | None
     """The format in the files if it is quantized there."""
     if spec.is_matrix and not spec.per_layer:
         return config.stored.tables
+    if spec.is_dense and config.stored.has_float_dense:
+        return None
     return config.stored.format_of(is_attention=spec.is_attention) if spec.is_quantized else None
 
 

@@ -1,4 +1,4 @@
-"""GGUF files as models: settings as in config.json, and tensors under the names of safetensors. No torch.
+"""GGUF files as models: their tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
 beside them as int8. They appear here as ``pack-quantized`` tensors (``checkpoint.py``), experts of gpt-oss as MXFP4.
@@ -9,323 +9,63 @@ by slice.
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
-from snapstream.config.model import MAX_DIM
-from snapstream.models.gguf_header import (
-    FLOATS,
-    Array,
-    Header,
-    Tensor,
-    described,
-    first_file,
-    read_header,
-    split_files,
-)
-from snapstream.models.tensors import ExpertNames
+from snapstream.models.gguf_header import FLOATS, Tensor, first_file
+from snapstream.models.gguf_settings import ROPE_TABLES, Model, open_model, settings_of
 
 if TYPE_CHECKING:
     import numpy as np
 
 EXACT_INT4, EXACT_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL"}
 GROUP = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """How llama.cpp writes the models of an architecture."""
-
-    name: str  # transformers' class
-    fields: Mapping[str, str] = field(default_factory=dict)  # config.json's names of its own settings
-    settings: Mapping[str, Any] = field(default_factory=dict)  # what the architecture implies
-    layer_names: Mapping[str, str] = field(default_factory=dict)  # of its own tensors
-    experts: ExpertNames = ExpertNames()
-    is_interleaved: bool = False  # files have the rows of q and k so that pairs (0, 1), (2, 3) are rotated
-    norm_offset: float = 0.0  # what files have added to the weights of norms
-    rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a scaled rope that files do not have
-    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of experts, rows of two by turns
-
-
-_EXPERT_FIELDS = {"expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size"}
-ARCHITECTURES = {
-    "llama": Architecture(name="LlamaForCausalLM", is_interleaved=True),
-    "qwen2": Architecture(name="Qwen2ForCausalLM"),
-    "qwen3": Architecture(name="Qwen3ForCausalLM"),
-    "qwen3moe": Architecture(
-        name="Qwen3MoeForCausalLM",
-        fields={"expert_count": "num_experts", **_EXPERT_FIELDS},
-        settings={"norm_topk_prob": True},  # llama.cpp computes no other
-    ),
-    "gemma3": Architecture(
-        name="Gemma3ForCausalLM",
-        fields={"attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq"},
-        layer_names={
-            "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
-        },
-        norm_offset=1.0,
-    ),
-    "smollm3": Architecture(name="SmolLM3ForCausalLM", is_interleaved=True),
-    "granite": Architecture(
-        name="GraniteForCausalLM",
-        fields={
-            "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
-        },
-        is_interleaved=True,
-    ),
-    "olmo2": Architecture(
-        name="Olmo2ForCausalLM",
-        layer_names={
-            "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
-        },
-    ),
-    "seed_oss": Architecture(
-        name="SeedOssForCausalLM", layer_names={"post_attention_norm": "post_attention_layernorm"}
-    ),
-    "gpt-oss": Architecture(
-        name="GptOssForCausalLM",
-        fields={
-            "attention.sliding_window": "sliding_window", "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
-        },
-        layer_names={
-            "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
-            "attn_sinks": "self_attn.sinks",
-        },
-        rope={"truncate": False},
-        merged={"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)},
-    ),
-}  # fmt: skip
-_MIXTRAL = Architecture(
-    name="MixtralForCausalLM",
-    fields={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
-    layer_names={"ffn_gate_inp": "block_sparse_moe.gate"},
-    experts=ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2"),
-    is_interleaved=True,
-)  # arch "llama" too, with experts
-
-_FIELDS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
-# Read below, or without an effect on a model that is read: sizes that follow from tensors, and notes of the converter.
-_OTHERS = {
-    "attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "rope.scale_linear",
-    "rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scaling.finetuned", "vocab_size",
-    "tensor_data_layout", "attention.causal", "expert_count", "use_parallel_residual", "expert_weights_norm",
-    "attention.sliding_window_pattern",
-}  # fmt: skip
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
 }  # fmt: skip
-_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_OUTER_NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "token_embd_norm": "model.embedding_norm",
+}  # fmt: skip
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
-ROPE_FACTORS = "rope_freqs.weight"
-_LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>\w+)\.(?P<kind>weight|bias)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Model:
-    """A model in one or several files."""
-
-    header: Header  # of the first, which has the settings
-    architecture: Architecture
-    tensors: Mapping[str, Tensor]  # of all, by their names in the files
-
-
-def open_model(path: Path) -> Model:
-    """ValueError for a broken file, an architecture that is not supported, and files that do not belong together."""
-    return _joined(tuple(read_header(file) for file in split_files(path)))
-
-
-@lru_cache(maxsize=16)
-def _joined(headers: tuple[Header, ...]) -> Model:
-    first, tensors = headers[0], dict[str, Tensor]()
-    path = first.file
-    kind = first.metadata.get("general.architecture")
-    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise ValueError(
-            f"{path}: general.architecture is {described(kind)}; GGUF files are read of {', '.join(ARCHITECTURES)}"
-        )
-    for header in headers:
-        for name, tensor in header.tensors.items():
-            if name in tensors:
-                raise ValueError(f"{name[:80]} is in two files: {tensors[name].file.name} and {header.file.name}")
-            tensors[name] = tensor
-    count = first.metadata.get("split.tensors.count", len(tensors))
-    if count != len(tensors):
-        raise ValueError(
-            f"{path}: split.tensors.count is {described(count)}, and its files hold {len(tensors):,} tensors"
-        )
-    if kind == "llama" and first.metadata.get("llama.expert_count"):
-        known = _MIXTRAL
-    return Model(header=first, architecture=known, tensors=tensors)
-
-
-def settings_of(path: Path) -> dict[str, Any]:
-    """The settings of a file as config.json names them. ValueError, with path and key, for those not understood."""
-    model = open_model(path)
-    metadata, prefix = model.header.metadata, f"{model.header.metadata['general.architecture']}."
-    own = {name.removeprefix(prefix): value for name, value in metadata.items() if name.startswith(prefix)}
-    fields = {**_FIELDS, **model.architecture.fields}
-    unknown = [name for name, value in own.items() if name not in fields and name not in _OTHERS and value]
-    if unknown:
-        raise ValueError(f"{path}: {prefix}{unknown[0]} is {described(own[unknown[0]])}, which is not supported")
-    settings = {name: _plain(model.header, prefix + key) for key, name in fields.items() if key in own}
-    missing = [prefix + key for key, name in fields.items() if name not in settings and key in _NEEDED]
-    if missing:
-        raise ValueError(f"{path} lacks {missing[0]}")
-    embed = _tensor(model, "token_embd.weight")
-    settings |= {
-        "architectures": [model.architecture.name],
-        "vocab_size": embed.shape[0],
-        "tie_word_embeddings": "output.weight" not in model.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in model.tensors,
-        "attention_out_bias": "blk.0.attn_output.bias" in model.tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in model.tensors,
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": end_tokens(model.header),
-        **model.architecture.settings,
-    }
-    heads = settings.get("num_attention_heads")
-    if "head_dim" not in settings and isinstance(heads, int) and heads > 0:
-        settings["head_dim"] = int(settings["hidden_size"]) // heads
-    if own.get("expert_weights_norm") is False:
-        raise ValueError(f"{path}: {prefix}expert_weights_norm is False, which is not supported")
-    _add_rope(model, own, settings)
-    if model.architecture.name.startswith("Gemma3"):
-        _add_gemma(model, own, settings)
-    values = own.get("attention.value_length", settings.get("head_dim"))
-    if values != settings.get("head_dim"):
-        raise ValueError(
-            f"{path}: {prefix}attention.value_length is {described(values)}; keys have {settings['head_dim']}"
-        )
-    return settings
-
-
-_NEEDED = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count",
-           "attention.layer_norm_rms_epsilon")  # fmt: skip
-
-
-def _plain(header: Header, name: str) -> Any:
-    """A setting; an array of equal numbers, one for each layer, is that number."""
-    value = header.metadata[name]
-    if not isinstance(value, Array):
-        return value
-    found = set(header.numbers(name))
-    if len(found) != 1:
-        raise ValueError(f"{header.file}: {name} differs from layer to layer, which is not supported")
-    return found.pop()
-
-
-def _tensor(model: Model, name: str) -> Tensor:
-    if name not in model.tensors or len(model.tensors[name].shape) != 2:
-        raise ValueError(f"{model.header.file} has no matrix {name}")
-    return model.tensors[name]
-
-
-def _add_rope(model: Model, own: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    """Scaling, and how many numbers of a head are rotated. A tensor of divisors is longrope of equal factors."""
-    head_dim, rotated = settings.get("head_dim"), own.get("rope.dimension_count")
-    if isinstance(head_dim, int) and isinstance(rotated, int) and head_dim and rotated != head_dim:
-        settings["partial_rotary_factor"] = rotated / head_dim
-    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", own.get("rope.scale_linear"))
-    if kind == "none" and factor not in (None, 0, 1):
-        kind = "linear"
-    context, file = settings["max_position_embeddings"], model.header.file
-    if ROPE_FACTORS in model.tensors:
-        if kind != "none":
-            raise ValueError(f"{file}: {ROPE_FACTORS} beside rope.scaling.type {kind!r} is not supported")
-        factors = _floats(model.tensors[ROPE_FACTORS])
-        settings["rope_scaling"] = {
-            "rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0, "short_factor": factors,
-            "long_factor": factors, "original_max_position_embeddings": context,
-        }  # fmt: skip
-    elif kind != "none":
-        scaling = {"rope_type": kind, "factor": factor, **model.architecture.rope}
-        if "rope.scaling.original_context_length" in own:
-            scaling["original_max_position_embeddings"] = own["rope.scaling.original_context_length"]
-        share = own.get("rope.scaling.attn_factor", 1.0)
-        if share != 1.0:
-            raise ValueError(f"{file}: rope.scaling.attn_factor is {described(share)}; only 1 is supported")
-        settings["rope_scaling"] = scaling
-
-
-def _add_gemma(model: Model, own: Mapping[str, Any], settings: dict[str, Any]) -> None:
-    """Which layers have windows, and the scale of scores, which follows from the size in 27b alone (62 layers)."""
-    pattern = own.get("attention.sliding_window_pattern")
-    if isinstance(pattern, Array):
-        flags = model.header.numbers(
-            f"{model.header.metadata['general.architecture']}.attention.sliding_window_pattern"
-        )
-        settings["layer_types"] = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in flags]
-    elif pattern is not None:
-        settings["sliding_window_pattern"] = pattern
-    heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] == 62
-    settings["query_pre_attn_scalar"] = settings["hidden_size"] // max(heads, 1) if is_27b else settings["head_dim"]
-
-
-def _floats(tensor: Tensor) -> list[float]:
-    """A short vector of fp32."""
-    if tensor.kind != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > MAX_DIM:
-        raise ValueError(f"{tensor.file}: {tensor.name} is {tensor.kind} {list(tensor.shape)}; it must be a vector")
-    with tensor.file.open("rb") as opened:
-        opened.seek(tensor.start)
-        return list(struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.num_bytes)))
-
-
-# Tokens that end an answer, by their text, where the metadata does not name them; those of gpt-oss end a message.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3
-
-
-def end_tokens(header: Header) -> list[int]:
-    """End tokens: eos, eot and eom of the metadata, and control tokens that chat templates of these models end with."""
-    metadata = header.metadata
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    found = [token for token in named if isinstance(token, int)]
-    if "tokenizer.ggml.tokens" in metadata and "tokenizer.ggml.token_type" in metadata:
-        texts, kinds = header.texts("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
-        control = {text: at for at, (text, kind) in enumerate(zip(texts, kinds, strict=False)) if kind == _CONTROL}
-        found += [control[text] for text in _ENDS if text in control and "<|return|>" not in control]
-    return list(dict.fromkeys(found))
+_LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>[a-z0-9_.]+?)(?:\.(?P<kind>weight|bias))?")
+# Matrices in the dtype of the computation, whatever the type of the others.
+_DENSE = (".gate.weight", ".router.weight", ".router.layer.weight", ".shared_expert_gate.weight", ".conv1d.weight",
+          ".conv.conv.weight", ".kv_b_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight",
+          ".norm.weight")  # fmt: skip
 
 
 def config_of(config: ModelConfig, path: Path) -> ModelConfig:
     """``config``, that of ``settings_of``, with what files of this kind store differently."""
     model = open_model(path)
     rope: RopeConfig = replace(config.rope, is_interleaved=model.architecture.is_interleaved)
-    return replace(config, rope=rope, stored=_stored(model))
+    is_fused = config.has_fused_gate_up and not model.architecture.has_split_gates
+    return replace(config, rope=rope, stored=_stored(model), has_fused_gate_up=is_fused)
 
 
 def _groups(model: Model) -> dict[str, set[str]]:
     """Tensor types of the matrices: of attention, of the rest of the layers, and of the tables."""
     found: dict[str, set[str]] = {"attention": set(), "layers": set(), "tables": set()}
     for stored, name in _names(model).items():
-        if len(model.tensors[stored].shape) > 1 and name.endswith("weight") and not name.endswith(_ROUTERS):
-            found[_group_of(name)].add(model.tensors[stored].kind)
+        tensor = model.tensors[stored]
+        is_float = name.endswith((*_DENSE, ".attn_k_b.weight", ".attn_v_b.weight")) or ".indexer." in name
+        if len(tensor.shape) > 1 and name.endswith("weight") and not is_float:
+            found[_group_of(name)].add(tensor.kind)
     return found
-
-
-_ROUTERS = (".gate.weight", ".router.weight")
 
 
 def _group_of(name: str) -> str:
@@ -338,7 +78,7 @@ def _stored(model: Model) -> StoredWeights:
     if model.architecture.merged:
         return _stored_mxfp4(model, groups)
     layers, attention, tables = (_exact(groups[name]) for name in ("layers", "attention", "tables"))
-    if layers is None or attention is None:
+    if layers is None or attention is None or not _keeps_groups(model):
         layers = attention = None
     elif tables is not None:
         tables = WeightFormat(dtype="int8", group=GROUP)
@@ -348,8 +88,19 @@ def _stored(model: Model) -> StoredWeights:
     rest = set().union(*(kinds for name, kinds in groups.items() if name not in kept))
     return StoredWeights(
         dtype=_float_dtype(rest), quantized=layers, attention=None if attention == layers else attention,
-        tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())),
+        tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())), has_float_dense=layers is not None,
     )  # fmt: skip
+
+
+def _keeps_groups(model: Model) -> bool:
+    """Whether columns that change their order move as whole groups."""
+    orders = (columns for _, columns in _orders(model).values() if columns is not None)
+    return all(
+        columns[first] % GROUP == 0 and columns[at] == columns[first] + at - first
+        for columns in orders
+        for first in range(0, len(columns), GROUP)
+        for at in range(first, min(first + GROUP, len(columns)))
+    )
 
 
 def _float_dtype(kinds: set[str]) -> DType | None:
@@ -382,16 +133,20 @@ def _exact(kinds: set[str]) -> WeightFormat | None:
 def _names(model: Model) -> dict[str, str]:
     """Names as in safetensors by those of the file; those not known stay as they are."""
     layers = {**_LAYER_NAMES, **model.architecture.layer_names}
+    predicting = range(model.num_layers, model.own["block_count"])  # several tokens at once: not used here
     found = {}
     for stored in model.tensors:
-        if stored == ROPE_FACTORS:
+        if stored in ROPE_TABLES:
             continue
         part = _LAYER_TENSOR.fullmatch(stored)
+        if part is not None and int(part["layer"]) in predicting:
+            continue
         outer, _, kind = stored.rpartition(".")
-        if part is not None and part["part"] in layers:
-            found[stored] = f"model.layers.{int(part['layer'])}.{layers[part['part']]}.{part['kind']}"
-            if part["part"] == "attn_sinks":
-                found[stored] = found[stored].removesuffix(".weight")
+        prefix = "" if part is None else f"model.layers.{int(part['layer'])}."
+        if part is not None and (own := stored.split(".", 2)[2]) in layers:
+            found[stored] = prefix + layers[own]
+        elif part is not None and part["part"] in layers and part["kind"]:
+            found[stored] = f"{prefix}{layers[part['part']]}.{part['kind']}"
         elif outer in _OUTER_NAMES and kind == "weight":
             found[stored] = f"{_OUTER_NAMES[outer]}.{kind}"
         else:
@@ -399,18 +154,30 @@ def _names(model: Model) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """A tensor under a name of safetensors: the numbers of a stored one, or its quantized values."""
+Order = Sequence[int] | None
+Kind = Literal["numbers", "vector", "latents", "codes", "scales", "shape", "blocks", "exponents", "biases"]
 
-    tensor: Tensor
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class View:
+    """A tensor under a name of safetensors: the numbers of stored ones, or their quantized values."""
+
+    tensors: tuple[Tensor, ...]  # rows of one after those of the other
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
-    part: Literal["numbers", "codes", "scales", "shape", "blocks", "exponents"] = "numbers"
+    part: Kind = "numbers"
     bits: int = 0  # of codes
     expert: int | None = None  # of a stored stack, the only one
     offset: float = 0.0  # what is subtracted
-    other: Tensor | None = None  # of merged stacks the one with every second row
+    is_log: bool = False  # the logarithm of the negated numbers
+    rows: Order = None  # the stored row of each; None: the same order
+    columns: Order = None
+    matrix: tuple[int, ...] = ()  # for the part "shape"
+
+    @property
+    def tensor(self) -> Tensor:
+        """The first."""
+        return self.tensors[0]
 
 
 def views(path: Path) -> dict[str, View]:
@@ -420,29 +187,55 @@ def views(path: Path) -> dict[str, View]:
 
 @lru_cache(maxsize=16)
 def _views(model: Model) -> dict[str, View]:
-    stored, found = _stored(model), _merged(model)
-    offset = model.architecture.norm_offset
-    for name, tensor, expert in _tensors(model):
-        shape = tensor.shape if expert is None else tensor.shape[1:]
+    stored, found, orders = _stored(model), _merged(model), _orders(model)
+    for name, tensors, expert, rows in _tensors(model):
+        tensor, (own_rows, columns) = tensors[0], orders.get(name.split(".", 3)[-1], (None, None))
+        rows = own_rows if rows is None else rows
+        numbers = View(tensors=tensors, shape=(), dtype="F32", expert=expert, rows=rows, columns=columns)
+        if len(tensors) > 1 and name.endswith(".kv_b_proj.weight"):
+            keys, values = (one.shape for one in tensors)
+            found[name] = replace(numbers, shape=(keys[0] * (keys[2] + values[1]), values[2]), part="latents")
+            continue
+        if len(tensor.shape) == 1 or not name.endswith(".weight") or name.endswith(_VECTORS):
+            found[name] = replace(_vector(model, name, tensor), rows=rows)
+            continue
+        shape = tensor.shape[1:] if expert is not None else tensor.shape
+        count = len(rows) if rows is not None else sum(one.shape[-2] for one in tensors)
+        shape = (*shape[:-2], count, shape[-1])
         group = _group_of(name)
         form = stored.tables if group == "tables" else stored.format_of(is_attention=group == "attention")
-        form = form if len(shape) == 2 and tensor.kind not in FLOATS else None
-        if form is None:
-            dtype = tensor.kind if tensor.kind in FLOATS else "F32"
-            own_offset = offset if name.endswith("norm.weight") else 0.0
-            found[name] = View(tensor=tensor, shape=shape, dtype=dtype, expert=expert, offset=own_offset)
+        kinds = {one.kind for one in tensors}
+        if form is None or len(shape) != 2 or kinds & FLOATS.keys() or name.endswith(_DENSE):
+            dtype = tensor.kind if kinds <= {tensor.kind} & FLOATS.keys() else "F32"
+            found[name] = replace(numbers, shape=shape, dtype=dtype)
             continue
-        rows, columns = shape
         own = {
-            "_packed": ("codes", (rows, columns * form.bits // 32), "I32"),
-            "_scale": ("scales", (rows, columns // GROUP), "F16"),
+            "_packed": ("codes", (count, shape[1] * form.bits // 32), "I32"),
+            "_scale": ("scales", (count, shape[1] // GROUP), "F16"),
             "_shape": ("shape", (2,), "I64"),
         }
         for suffix, (part, size, dtype) in own.items():
-            found[name + suffix] = View(
-                tensor=tensor, shape=size, dtype=dtype, part=part, bits=form.bits, expert=expert  # type: ignore[arg-type]
+            found[name + suffix] = replace(
+                numbers, shape=size, dtype=dtype, part=part, bits=form.bits, matrix=shape  # type: ignore[arg-type]
             )  # fmt: skip
     return found
+
+
+_VECTORS = (".norm.weight", ".conv1d.weight", ".conv.conv.weight", ".shared_expert_gate.weight")
+
+
+def _vector(model: Model, name: str, tensor: Tensor) -> View:
+    """Norms, biases, kernels of convolutions: read whole, in the shape that safetensors have."""
+    size, offset, is_log = prod(tensor.shape), 0.0, name.endswith(".A_log")
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        offset = model.architecture.norm_offset
+    shape: tuple[int, ...] = (size,)
+    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+        shape = (tensor.shape[0], 1, size // tensor.shape[0])
+    elif name.endswith((".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")):
+        shape = (1, size)
+    dtype = tensor.kind if tensor.kind in FLOATS and not (offset or is_log) else "F32"
+    return View(tensors=(tensor,), shape=shape, dtype=dtype, part="vector", offset=offset, is_log=is_log)
 
 
 def _merged(model: Model) -> dict[str, View]:
@@ -453,36 +246,98 @@ def _merged(model: Model) -> dict[str, View]:
             part = _LAYER_TENSOR.fullmatch(stored)
             if part is None or part["part"] != parts[0]:
                 continue
-            tensors = [model.tensors.get(stored.replace(parts[0], own)) for own in parts]
-            first, other = tensors[0], tensors[-1] if len(tensors) > 1 else None
-            if first is None or None in tensors or len({(one.shape, one.kind) for one in tensors if one}) > 1:
+            tensors = tuple(model.tensors[own] for own in (stored.replace(parts[0], part) for part in parts)
+                            if own in model.tensors)  # fmt: skip
+            first, count = tensors[0], len(tensors)
+            if count < len(parts) or len({(one.shape, one.kind) for one in tensors}) > 1:
                 raise ValueError(f"{model.header.file}: {stored} and {parts[-1]} must have the same shape and type")
             prefix = f"model.layers.{int(part['layer'])}.mlp.experts.{name}"
             experts, rows, *columns = first.shape
-            rows *= len(tensors)
+            turns = tuple(which * rows + row for row in range(rows) for which in range(count)) if count > 1 else None
+            own = View(tensors=tensors, shape=(experts, rows * count), dtype=first.kind, rows=turns)
             if part["kind"] == "bias":
-                found[f"{prefix}_bias"] = View(tensor=first, shape=(experts, rows), dtype=first.kind, other=other)
+                found[f"{prefix}_bias"] = replace(own, part="biases")
                 continue
-            blocks = (experts, rows, columns[0] // GROUP)
-            for suffix, kind, shape in (("_blocks", "blocks", (*blocks, 16)), ("_scales", "exponents", blocks)):
-                found[prefix + suffix] = View(tensor=first, shape=shape, dtype="U8", part=kind, other=other)  # type: ignore[arg-type]
+            blocks = (experts, rows * count, columns[0] // GROUP)
+            found[f"{prefix}_blocks"] = replace(own, part="blocks", shape=(*blocks, 16), dtype="U8")
+            found[f"{prefix}_scales"] = replace(own, part="exponents", shape=blocks, dtype="U8")
     return found
 
 
-def _tensors(model: Model) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Names as in safetensors, and which expert of a stored stack each is."""
-    names = model.architecture.experts
+def _tensors(model: Model) -> Iterator[tuple[str, tuple[Tensor, ...], int | None, Order]]:
+    """Names as in safetensors, whose rows each has, which expert of a stored stack it is, and which rows of it."""
+    names, merged = model.architecture.experts, model.architecture.merged
     projections = {"ffn_gate_exps": names.gate, "ffn_up_exps": names.up, "ffn_down_exps": names.down}
+    pairs = {"attn_k_b": ("attn_v_b", "self_attn.kv_b_proj.weight")}
+    if model.architecture.name == "Qwen3NextForCausalLM":
+        pairs["attn_qkv"] = ("attn_gate", "linear_attn.in_proj_qkvz.weight")
+    seconds = [second for second, _ in pairs.values()] + [part for parts in merged.values() for part in parts]
     for stored, name in _names(model).items():
         tensor, part = model.tensors[stored], _LAYER_TENSOR.fullmatch(stored)
-        if part is not None and any(part["part"] in parts for parts in model.architecture.merged.values()):
+        own = "" if part is None else part["part"]
+        prefix = "" if part is None else f"model.layers.{int(part['layer'])}"
+        if own in pairs:
+            second, joined = pairs[own]
+            yield f"{prefix}.{joined}", (tensor, _other(model, stored, stored.replace(own, second))), None, None
+        elif own in seconds:
             continue
-        if part is None or part["part"] not in projections or len(tensor.shape) != 3 or part["kind"] != "weight":
-            yield name, tensor, None
-            continue
-        for expert in range(tensor.shape[0]):
-            prefix = f"model.layers.{int(part['layer'])}.{names.prefix}.experts.{expert}"
-            yield f"{prefix}.{projections[part['part']]}.weight", tensor, expert
+        elif own not in (*projections, "ffn_gate_up_exps") or len(tensor.shape) != 3 or not stored.endswith(".weight"):
+            yield name, (tensor,), None, None
+        else:
+            experts, rows, _ = tensor.shape
+            places: dict[str, Order] = {projections.get(own, ""): None}
+            if own == "ffn_gate_up_exps":
+                places = {names.gate: range(rows // 2), names.up: range(rows // 2, rows)}
+            for expert in range(experts):
+                for projection, place in places.items():
+                    yield f"{prefix}.{names.prefix}.experts.{expert}.{projection}.weight", (tensor,), expert, place
+
+
+def _other(model: Model, stored: str, name: str) -> Tensor:
+    """The tensor beside ``stored``, of as many dimensions."""
+    first, found = model.tensors[stored], model.tensors.get(name)
+    if found is None or len(found.shape) != len(first.shape):
+        raise ValueError(f"{first.file}: {stored} needs {name}, of {len(first.shape)} dimensions")
+    return found
+
+
+@lru_cache(maxsize=16)
+def _orders(model: Model) -> dict[str, tuple[Order, Order]]:
+    """The stored row, and column, of each one of safetensors, by what follows the layer in a name: DeltaNet's heads."""
+    architecture, own = model.architecture, model.own
+    joined_rows = {tensor.shape[0] for name, tensor in model.tensors.items() if name.endswith(".attn_qkv.weight")}
+    if "ssm.time_step_rank" not in own or not joined_rows:
+        return {}
+    settings = settings_of(model.header.file)
+    keys, values, size, value_size = (
+        settings[f"linear_{name}"] for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    )
+    each, first = values // keys, 2 * keys * size
+    if joined_rows != {first + values * value_size}:
+        raise ValueError(
+            f"{model.header.file}: attn_qkv.weight has {min(joined_rows):,} rows; the settings ask for "
+            f"{first + values * value_size:,}"
+        )
+    if not architecture.has_tiled_values:
+        joined = [
+            start + head * length + i
+            for head in range(keys)
+            for start, length in (
+                (0, size), (keys * size, size), (first, each * value_size),
+                (first + values * value_size, each * value_size),
+            )
+            for i in range(length)
+        ]  # fmt: skip
+        return {"linear_attn.in_proj_qkvz.weight": (joined, None)}
+    heads = [at % each * keys + at // each for at in range(values)]
+    numbers = [head * value_size + i for head in heads for i in range(value_size)]
+    channels = [*range(first), *(first + number for number in numbers)]
+    orders: dict[str, tuple[Order, Order]] = {
+        "in_proj_qkv.weight": (channels, None), "conv1d.weight": (channels, None), "in_proj_z.weight": (numbers, None),
+        "in_proj_b.weight": (heads, None), "in_proj_a.weight": (heads, None), "A_log": (heads, None),
+        "dt_bias": (heads, None), "out_proj.weight": (None, numbers),
+    }  # fmt: skip
+    return {f"linear_attn.{name}": order for name, order in orders.items()} if each > 1 else {}
 
 
 _ROWS_AT_A_TIME = 2**20  # numbers that are dequantized at once
@@ -505,24 +360,37 @@ class Shard:
         import numpy
 
         view = self._views[name]
-        tensor = view.tensor
-        if view.part == "shape":
-            shape = tensor.shape if view.expert is None else tensor.shape[1:]
-            return numpy.array(shape, dtype=numpy.int64)[place]
-        if view.other is not None or view.part in ("blocks", "exponents"):
-            return self._read_merged(view, place)
-        data = self._bytes(tensor)
-        data = data if view.expert is None else data[view.expert]
-        *rows, columns = place
-        data = data[tuple(rows)]
+        kind = view.tensor.kind
+        match view.part:
+            case "shape":
+                return numpy.array(view.matrix, dtype=numpy.int64)[place]
+            case "vector":
+                return self._vector(view)[place]
+            case "latents":
+                return self._latents(view)[place]
+            case "biases":
+                return numbers_of(self._rows(view, place), kind)[..., 0]
+            case "blocks" | "exponents":
+                return self._mxfp4(view, place)
+        if len({tensor.kind for tensor in view.tensors}) == 1:
+            return self._decoded(view, self._rows(view, place[:-1]), kind)[..., place[-1]]
+        joined = numpy.concatenate([self._decoded(view, self._bytes(own), own.kind) for own in view.tensors])
+        return (joined if view.rows is None else joined[numpy.array(view.rows)])[place]
+
+    def _decoded(self, view: View, data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+        """Numbers, scales or codes of rows of bytes; columns in the order of ``view``."""
+        import numpy
+
         if view.part == "numbers":
-            numbers = numbers_of(data, tensor.kind)[..., columns]
-            return numbers - numpy.float32(view.offset) if view.offset else numbers
-        scales, values = blocks_of(data, tensor.kind)
+            numbers = _widened(numbers_of(data, kind)) if view.dtype == "F32" else numbers_of(data, kind)
+            return numbers if view.columns is None else numbers[..., view.columns]
+        scales, values = blocks_of(data, kind)
+        if view.columns is not None:  # whole groups change their places
+            order = numpy.array(view.columns)[::GROUP] // GROUP
+            scales, values = scales[..., order], values[..., order, :]
         if view.part == "scales":
-            return scales[..., columns]
-        codes = packed_codes(values, view.bits)
-        return codes.reshape(*data.shape[:-1], -1).view(numpy.int32)[..., columns]
+            return scales
+        return packed_codes(values, view.bits).reshape(*data.shape[:-1], -1).view(numpy.int32)
 
     def _bytes(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Of a tensor, row by row."""
@@ -533,22 +401,52 @@ class Shard:
         own = self._data[tensor.file][tensor.start : tensor.start + tensor.num_bytes]
         return own.reshape(*tensor.shape[:-1], -1)
 
-    def _read_merged(self, view: View, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """Of the experts of a slice all rows, then the slice of each."""
+    def _rows(self, view: View, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """Bytes of the rows at ``place``, which counts in the order of ``view.rows``."""
         import numpy
 
-        experts, *rest = place
-        tensors = [view.tensor, *([] if view.other is None else [view.other])]
-        data = [self._bytes(tensor)[experts] for tensor in tensors]
-        if view.part == "numbers":
-            biases = numpy.stack([numbers_of(own, view.tensor.kind) for own in data], -1)
-            return biases.reshape(len(biases), -1)[:, rest[0]]
-        rows = numpy.stack(data, 2).reshape(len(data[0]), -1, view.shape[2], 17)  # an exponent, 32 numbers
+        data = [self._bytes(tensor) for tensor in view.tensors]
+        if view.part == "biases":
+            data = [own.reshape(*view.tensor.shape, -1) for own in data]
+        *stacks, rows = place
+        data = [own if view.expert is None else own[view.expert] for own in data]
+        if view.rows is None and len(data) == 1:
+            return data[0][place]
+        joined = (
+            numpy.concatenate([own[tuple(stacks)] for own in data], -2) if len(data) > 1 else data[0][tuple(stacks)]
+        )
+        return joined[..., rows, :] if view.rows is None else joined[..., numpy.array(view.rows)[rows], :]
+
+    def _vector(self, view: View) -> np.ndarray[Any, Any]:
+        import numpy
+
+        numbers = numbers_of(self._bytes(view.tensor).reshape(-1), view.tensor.kind)
+        numbers = _widened(numbers) if view.dtype == "F32" else numbers
+        if view.is_log:
+            with numpy.errstate(all="ignore"):  # what is not finite is refused when all of it is read
+                numbers = numpy.log(-numbers)
+        if view.rows is not None:
+            numbers = numbers.reshape(len(view.rows), -1)[numpy.array(view.rows)]
+        return numbers.reshape(view.shape) - numpy.float32(view.offset) if view.offset else numbers.reshape(view.shape)
+
+    def _latents(self, view: View) -> np.ndarray[Any, Any]:
+        """Rows that expand a latent, head after head: to a key, of which the file has columns, and to a value."""
+        import numpy
+
+        keys, values = (_widened(numbers_of(self._bytes(tensor), tensor.kind)) for tensor in view.tensors)
+        return numpy.concatenate((keys.swapaxes(1, 2), values), 1).reshape(view.shape)
+
+    def _mxfp4(self, view: View, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+        """Exponents, or codes in the order of safetensors; a block is an exponent and 32 numbers."""
+        import numpy
+
+        data = self._rows(view, place[:2])
+        blocks = data.reshape(*data.shape[:2], -1, 17)
         if view.part == "exponents":
-            return numpy.ascontiguousarray(rows[..., 0][(slice(None), *rest)])
-        nibbles = rows[..., 1:][(slice(None), *rest[:2])]
+            return numpy.ascontiguousarray(blocks[..., 0][..., place[2]])
+        nibbles = blocks[..., place[2], 1:]
         codes = numpy.concatenate((nibbles & 15, nibbles >> 4), -1)
-        return codes[..., ::2] | codes[..., 1::2] << 4
+        return (codes[..., ::2] | codes[..., 1::2] << 4)[..., place[3]]
 
 
 def numbers_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
@@ -571,6 +469,15 @@ def numbers_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
         for start in range(0, len(rows), step):
             out[start : start + step] = dequantize(numpy.ascontiguousarray(rows[start : start + step]), own)
     return out.reshape(*data.shape[:-1], columns)
+
+
+def _widened(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """As fp32; uint16 is bf16."""
+    import numpy
+
+    if numbers.dtype == numpy.uint16:
+        return (numbers.astype(numpy.uint32) << 16).view(numpy.float32)
+    return numbers.astype(numpy.float32, copy=False)
 
 
 # Values of IQ4_NL by their code.

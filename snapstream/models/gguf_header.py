@@ -222,7 +222,7 @@ def _read_header(file: Path, mtime: int, size: int) -> Header:
         for _ in range(num_pairs):
             name = reader.text()
             if name in metadata:
-                raise ValueError(f"{file}: {name[:80]} is set twice")
+                raise ValueError(f"{file}: {name[:80]!r} is set twice")
             metadata[name] = reader.value(name[:80])
         tensors = [_read_tensor(reader, file) for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -235,13 +235,13 @@ def _read_header(file: Path, mtime: int, size: int) -> Header:
 def _read_tensor(reader: _Reader, file: Path) -> Tensor:
     name, num_dims = reader.text(), reader.unpack("<I")
     if not 1 <= num_dims <= MAX_DIMS:
-        raise ValueError(f"{file}: {name[:80]} has {num_dims:,} dimensions; it must be 1 to {MAX_DIMS}")
+        raise ValueError(f"{file}: {name[:80]!r} has {num_dims:,} dimensions; it must be 1 to {MAX_DIMS}")
     shape = tuple(reader.unpack("<Q") for _ in range(num_dims))[::-1]
     kind, start = reader.unpack("<I"), reader.unpack("<Q")
     type_name, block, block_bytes = _type(file, name, kind)
     if min(shape) < 1 or shape[-1] % block:
         raise ValueError(
-            f"{file}: {name[:80]} has the shape {list(shape)}; rows of {type_name} must be a multiple of {block}"
+            f"{file}: {name[:80]!r} has the shape {list(shape)}; rows of {type_name} must be a multiple of {block}"
         )
     return Tensor(file, name, shape, type_name, start, math.prod(shape) // block * block_bytes)
 
@@ -253,9 +253,9 @@ def _type(file: Path, name: str, kind: int) -> tuple[str, int, int]:
     try:
         found = GGMLQuantizationType(kind)
     except ValueError:
-        raise ValueError(f"{file}: {name[:80]} has the tensor type {kind}, which is not known") from None
+        raise ValueError(f"{file}: {name[:80]!r} has the tensor type {kind}, which is not known") from None
     if found.name not in TYPES:
-        raise ValueError(f"{file}: {name[:80]} is stored as {found.name}; known: {', '.join(TYPES)}")
+        raise ValueError(f"{file}: {name[:80]!r} is stored as {found.name}; known: {', '.join(TYPES)}")
     return found.name, *GGML_QUANT_SIZES[found]
 
 
@@ -264,11 +264,11 @@ def _placed(file: Path, tensors: Sequence[Tensor], start: int, size: int) -> dic
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name in found:
-            raise ValueError(f"{file}: {tensor.name[:80]} is in it twice")
+            raise ValueError(f"{file}: {tensor.name[:80]!r} is in it twice")
         own = replace(tensor, start=start + tensor.start)
         if own.start + own.num_bytes > size:
             raise ValueError(
-                f"{file} is truncated: it has {size:,} bytes, and {tensor.name[:80]} ends at byte "
+                f"{file} is truncated: it has {size:,} bytes, and {tensor.name[:80]!r} ends at byte "
                 f"{own.start + own.num_bytes:,}"
             )
         found[own.name] = own

@@ -133,8 +133,9 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    specs = {**decoder_tensors(replace(config, has_fused_experts=True)), **mamba_tensors(config, "mamba")}
-    if config.moe is not None:
+    is_fused = config.has_fused_gate_up
+    specs = {**decoder_tensors(replace(config, has_fused_experts=is_fused)), **mamba_tensors(config, "mamba")}
+    if config.moe is not None and is_fused:
         specs["shared_gate_up"] = replace(specs["shared_gate_up"], parts={"mlp.gate_up_proj.weight": ()})
     return renamed(specs, NAMES)
 

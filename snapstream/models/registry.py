@@ -16,7 +16,7 @@ from typing import Any
 from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
-from snapstream.models import gguf, quantization
+from snapstream.models import gguf, gguf_settings, quantization
 from snapstream.models.cohere import COHERE, COHERE2
 from snapstream.models.config_json import (
     check_file,
@@ -163,7 +163,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     check_file(file)
     if is_gguf(file):
         with _with_path(file):
-            return _checked_ends(gguf.config_of(model_config_from_dict(gguf.settings_of(file)), file), file)
+            return _checked_ends(gguf.config_of(model_config_from_dict(gguf_settings.settings_of(file)), file), file)
     if not file.is_file():
         names = sorted(one.name for one in file.parent.glob("*.gguf")) if file.name == "config.json" else []
         if names:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snapstream.models import gguf
+from snapstream.models import gguf_settings
 from snapstream.models.chat_template import TemplateFault, check_template
 from snapstream.models.config_json import MAX_TEMPLATE_BYTES, check_folder, read_object
 from snapstream.models.gguf_header import Header, is_gguf, read_header
@@ -118,13 +118,18 @@ _SPACE = "\u2581"
 
 _ENDINGS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SUFFIXES = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*%s|"
 
 
 def _words(digits: str) -> str:
     """Words with the sign before them, groups of digits, punctuation with the line ends after it."""
     return rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_ENDINGS}"
+
+
+def _cased(suffix: str, digits: str, but: str = "", ends: str = r"[\r\n/]*") -> str:
+    """The same, cut where capitals begin. ``but``: letters of another pattern."""
+    upper, lower = (rf"[\p{{{kind}}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]" for kind in (r"Lu}\p{Lt", "Ll"))
+    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{many}{suffix}" for many in (f"{upper}*{lower}+", f"{upper}+{lower}*"))
+    return rf"{'|'.join(words)}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{_ENDINGS}"
 
 
 _DIGITS, _GPT2 = r"\p{N}", "gpt2"  # the last: the pattern of byte-level BPE
@@ -134,30 +139,57 @@ _DEEPSEEK = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"""
     + _ENDINGS,
 )
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_CODER = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, _DIGITS)
+_CASED_LETTERS = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373"
+    "\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f"
+    "\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77"
+    "\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d"
+    "\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb"
+    "\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128"
+    "\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4"
+    "\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_DEEPSEEK_LLM = (
+    "[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _HAN,
+    r"\p{N}+",
+)
+_YOUTU = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
+    "\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    _cased(f"{_SUFFIXES}?", ""),
+)
 _SEED = (rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
 # By tokenizer.ggml.pre: the patterns at which text is cut, one after the other.
-_LLAMA3, _QWEN2 = (_words("{1,3}"),), (_words(""),)
+_LLAMA3, _QWEN2, _GPT4 = (_words("{1,3}"),), (_words(""),), (_cased(f"{_SUFFIXES}?", "{1,3}"),)
 _QWEN35 = (_QWEN2[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),)
-_PATTERNS: Mapping[str, tuple[str, ...]] = {
+PATTERNS: Mapping[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
     "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "smaug-bpe": _LLAMA3, "dbrx": _LLAMA3,
     "qwen35": _QWEN35, "starcoder": (_DIGITS, _GPT2), "refact": (_DIGITS, _GPT2), "seed-coder": _SEED,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     "hunyuan": _QWEN2, "deepseek-v3": _DEEPSEEK, "gpt-2": (_GPT2,), "olmo": (_GPT2,), "smollm": (_DIGITS, _GPT2),
-    "tekken": (_CASED % ("", "") + rf"\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",),
-    "gpt-4o": (
-        _CASED % (f"{_SUFFIXES}?", f"{_SUFFIXES}?")
-        + rf"\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDINGS}",
-    ),
+    "tekken": (_cased("", ""),), "gpt-4o": _GPT4, "minimax-m2": _GPT4, "youtu": _YOUTU,
+    "kimi-k2": (r"\p{Han}+|" + _cased(f"{_SUFFIXES}?", "{1,3}", r"&&[^\p{Han}]", r"[\r\n]*"),),
+    "deepseek-llm": _DEEPSEEK_LLM, "deepseek-coder": _DEEPSEEK_CODER, "hunyuan-dense": _DEEPSEEK,
+    "command-r": (_DIGITS, _GPT2), "mellum2": (_DIGITS, _GPT2), "mellum": (_GPT2,), "exaone4": (_GPT2,),
+    "glm5": _LLAMA3,
 }  # fmt: skip
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
-_WHOLE_TOKENS = (*_BEGIN, "gpt-4o")  # a piece that is a token is not merged from its letters
-_NORMALIZED = ("qwen2", "qwen35")  # to Unicode's NFC
+_WHOLE_TOKENS = (*_BEGIN, "gpt-4o", "glm4", "glm5", "youtu")  # a piece that is a token is not merged from its letters
+_NORMALIZED = ("qwen2", "qwen35", "command-r")  # to Unicode's NFC
 
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in the metadata of a file. ValueError for a kind that is not supported, and a broken one."""
-    header = gguf.open_model(file).header
+    header = gguf_settings.open_model(file).header
     metadata = header.metadata
     kind = metadata.get(_KIND)
     if kind not in ("gpt2", "llama"):
@@ -201,8 +233,8 @@ def _byte_level(header: Header, tokens: Sequence[str], types: Sequence[float]) -
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre: Any = header.metadata.get("tokenizer.ggml.pre")
-    if pre not in _PATTERNS:
-        raise ValueError(f"{header.file}: tokenizer.ggml.pre is {pre!r:.80}; known: {', '.join(_PATTERNS)}")
+    if pre not in PATTERNS:
+        raise ValueError(f"{header.file}: tokenizer.ggml.pre is {pre!r:.80}; known: {', '.join(PATTERNS)}")
     merges: list[Any] = [tuple(merge.split(" ")) for merge in header.texts("tokenizer.ggml.merges")]
     wrong = [merge for merge in merges if len(merge) != 2]
     if wrong:
@@ -211,8 +243,8 @@ def _byte_level(header: Header, tokens: Sequence[str], types: Sequence[float]) -
     own = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_TOKENS))
     if pre in _NORMALIZED:
         own.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in _PATTERNS[pre] if one != _GPT2]
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_GPT2 in _PATTERNS[pre])
+    cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in PATTERNS[pre] if one != _GPT2]
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_GPT2 in PATTERNS[pre])
     own.pre_tokenizer = pre_tokenizers.Sequence([*cuts, last])
     own.decoder = decoders.ByteLevel()
     _add_tokens(own, tokens, types)

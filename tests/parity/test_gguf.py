@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,7 +21,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import Share, weight_bytes
 from snapstream.plan.fit import weight_formats
 from snapstream.types import SamplingParams
-from tests.gguf_files import dequantized, write_gguf
+from tests.gguf_files import MODELS, Tensors, dequantized, write_gguf
 from tests.parity.checkpoints import VOCAB, greedy, make_model, save
 
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 34, 47, 63, 64, 65, 66, 90, 96)  # chunks are 32 tokens
@@ -27,33 +30,42 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 EXECUTORS = ["eager"] if find_compiler() is None else ["eager", "looped"]
 
 
-def answers(model: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+def outputs(model: Path, prompts: list[list[int]], params: SamplingParams = PARAMS, **options: Any) -> Any:
     """In batches of 16, by which the last prompt of 17 waits; checks the bytes that ``plan`` says."""
     settings = {"max_model_len": 128, "chunk_len": 32, "max_rows": 16, "progress": False, "activations": "dtype"}
     with LLM(model, **settings | {"budget": "full"} | options) as llm:
         weights = llm.engine.runner.decoder.weights  # type: ignore[attr-defined]
         if llm.config.executor == "eager":  # panels fill their last rows
             assert weights.num_bytes == weight_bytes(llm.model_config, "float32", llm.config.weights)
-        return [output.token_ids for output in llm.generate(prompts, PARAMS)]
+        return llm.generate(prompts, params)
+
+
+def answers(model: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
+    return [output.token_ids for output in outputs(model, prompts, **options)]
 
 
 def wanted(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     return [greedy(model, prompt, PARAMS.max_tokens) for prompt in prompts]
 
 
-ARCHITECTURES = [
-    ("llama-mha", {"head_dim": 20}), ("llama-gqa-tied", {"num_attention_heads": 6, "num_key_value_heads": 1}),
-    ("llama-llama3", {}), ("llama-linear", {}), ("llama-yarn", {}), ("mistral", {"head_dim": 8}), ("qwen2", {}),
-    ("qwen3", {"num_key_value_heads": 1}), ("qwen3-moe", {"num_key_value_heads": 1}),
-    ("mixtral", {"num_attention_heads": 6, "num_key_value_heads": 3}), ("gemma3", {"query_pre_attn_scalar": 20}),
-    ("gemma3-panels", {"query_pre_attn_scalar": 32}), ("granite", {}), ("olmo2", {}),
-    ("smollm3", {"num_hidden_layers": 4, "no_rope_layer_interval": 4}), ("seed-oss", {}),
-]  # fmt: skip
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_is_the_folder(name: str, tmp_path: Path) -> None:
+    """Log-probabilities of prompts, and greedy tokens. Sums over a head may have another order."""
+    folder = save(make_model(name, **MODELS[name]), tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf")
+    params = replace(PARAMS, prompt_logprobs=0)
+    prompts = [PROMPTS[LENGTHS.index(length)] for length in (2, 33, 96)]
+    ours, theirs = (outputs(model, prompts, params, executor="eager") for model in (file, folder))
+    for mine, own in zip(ours, theirs, strict=True):
+        assert mine.token_ids == own.token_ids
+        numbers = [[entry.logprob for entry in one.prompt_logprobs[1:]] for one in (mine, own)]
+        assert np.allclose(*numbers, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "sizes"), ARCHITECTURES, ids=[name for name, _ in ARCHITECTURES])
-def test_fp32_is_the_model_of_transformers(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
-    model = make_model(name, **sizes)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_fp32_is_the_model_of_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(name, **MODELS[name])
     file = write_gguf(save(model, tmp_path), tmp_path / "model.gguf")
     expected = wanted(model)
     for executor in EXECUTORS:
@@ -61,8 +73,7 @@ def test_fp32_is_the_model_of_transformers(name: str, sizes: dict[str, int], tmp
     assert answers(file, executor="eager", budget=48) == answers(tmp_path, executor="eager", budget=48)
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "gpt-oss-panels"])
-@pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F32"])
+@pytest.mark.parametrize(("name", "kind"), [("gpt-oss", "Q8_0"), ("gpt-oss", "F32"), ("gpt-oss-panels", "BF16")])
 def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None:
     """MXFP4 as stored, in rows of gate and up by turns; the other matrices are floats."""
     sizes: dict[str, Any] = {
@@ -85,7 +96,7 @@ def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None
         assert torch.equal(own, theirs if kind != "Q8_0" else theirs.half().float()) or torch.equal(own, theirs)
     if kind != "Q8_0":  # rounded to fp16
         for executor in EXECUTORS:
-            assert answers(file, executor=executor) == wanted(model)
+            assert answers(file, PROMPTS[::4], executor=executor) == wanted(model, PROMPTS[::4])
     with pytest.raises(ValueError, match="experts are stored as F16; read of GptOssForCausalLM is MXFP4"):
         read_model_config(write_gguf(folder, tmp_path / "f16.gguf", "F16"))
 
@@ -128,16 +139,105 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
                 rounded = numbers[key].half().float() if own.matrices.get(key) and FP16 in formats.values() else 0
                 is_kept = torch.equal(mine, numbers[key])
                 assert is_kept or (torch.is_tensor(rounded) and torch.equal(mine, rounded)), key
-    stored = llm.model_config.stored
+    stored, prompts = llm.model_config.stored, PROMPTS[::4]
     if stored.dequantized and stored.quantized:  # the tables are rounded to fp16
-        assert len({str(answers(file, executor=executor)) for executor in EXECUTORS}) == 1
+        assert len({str(answers(file, prompts, executor=executor)) for executor in EXECUTORS}) == 1
     elif not stored.dequantized:
         model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
         for executor in EXECUTORS:
-            assert answers(file, executor=executor) == wanted(model)
+            assert answers(file, prompts, executor=executor) == wanted(model, prompts)
     else:
+        theirs = answers(wide, prompts, weights="float32")
         for executor in EXECUTORS:
-            assert answers(file, executor=executor, weights="float32") == answers(wide, weights="float32")
+            assert answers(file, prompts, executor=executor, weights="float32") == theirs
+
+
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
+EXPERTS = {"moe_intermediate_size": 64}
+DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] = [  # formats of matrices
+    ("qwen3.5", "Q4_0", DELTA, {"delta_in": INT4, "delta_gates": "float32", "delta_out": INT4, "qkv": INT4}),
+    ("qwen3.5", "Q8_0", DELTA | {"linear_value_head_dim": 16}, {"delta_in": FP16, "delta_out": FP16}),
+    ("qwen3-next", {"attn_gate": "Q4_1", "": "Q5_1"}, DELTA | EXPERTS | {"shared_expert_intermediate_size": 96},
+     {"delta_in": FP16, "experts_down": FP16}),
+    ("qwen3-next", {"attn_gate": "Q4_0", "": "Q8_0"}, DELTA | EXPERTS | {"shared_expert_intermediate_size": 96},
+     {"delta_in": INT8, "experts_down": INT8, "shared_down": INT8, "delta_gates": "float32"}),
+    ("deepseek-v3.2", {"attn_k_b": "F16", "indexer": "F32", "": "Q8_0"},
+     EXPERTS | {"kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32, "head_dim": None},
+     {"q": INT8, "q_a": INT8, "kv_b": "float32", "experts_down": INT8}),
+    ("granite-hybrid-moe", "Q4_0", {"mamba_d_head": 128, "mamba_n_heads": 6, "intermediate_size": 64,
+     "shared_intermediate_size": 96}, {"mamba_in": INT4, "mamba_out": INT4, "shared_gate_up": INT4, "qkv": INT4}),
+    ("lfm2-moe", "Q8_0", EXPERTS, {"conv_in": INT8, "experts_gate_up": INT8, "qkv": INT8}),
+    ("phi3-window", "IQ4_NL", {}, {"qkv": INT8, "gate_up": INT8}),
+    ("glm4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "experts_gate_up": INT4, "shared_down": INT4}),
+    ("minimax-m2", "Q4_K", {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256},
+     {"qkv": FP16, "experts_down": FP16}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind", "sizes", "formats"), LAYERS, ids=[f"{one[0]}-{one[1]}" for one in LAYERS])
+def test_quantized_layers_of_every_kind(
+    name: str, kind: str | dict[str, str], sizes: dict[str, Any], formats: dict[str, str], tmp_path: Path
+) -> None:
+    """The numbers of a file that holds them in fp32, whatever order the file has them in."""
+    own = {key: value for key, value in (MODELS[name] | BLOCKS | sizes).items() if value is not None}
+    folder = save(make_model(name, **own), tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    wide = write_gguf(folder, tmp_path / "wide.gguf", numbers_of=file)
+    with (
+        LLM(file, max_model_len=64, progress=False, executor="eager") as llm,
+        LLM(wide, max_model_len=64, progress=False, executor="eager", weights="float32") as twin,
+    ):
+        weights, numbers = (one.engine.runner.decoder.weights for one in (llm, twin))  # type: ignore[attr-defined]
+        assert {key: weights.matrices[key].form.describe() for key in formats} == formats
+        wanted = numbers.stored()
+        for key, mine in weights.stored().items():
+            assert torch.equal(mine, wanted[key]) or torch.equal(mine, wanted[key].half().float()), key
+    assert len({str(answers(file, PROMPTS[::4], executor=executor)) for executor in EXECUTORS}) == 1
+
+
+def joined(found: Tensors) -> Tensors:
+    """Gate and up of all experts in one tensor, as newer files have them."""
+    out = {name: own for name, own in found.items() if "gate_exps" not in name and "up_exps" not in name}
+    for name, own in found.items():
+        if "gate_exps" in name:
+            both = own, found[name.replace("gate_exps", "up_exps")]
+            out[name.replace("gate_exps", "gate_up_exps")] = np.concatenate(both, 1)
+    return out
+
+
+def whole(found: Tensors) -> Tensors:
+    """Keys and values of latents in one tensor, as older files have them."""
+    out = {name: own for name, own in found.items() if "_k_b." not in name and "_v_b." not in name}
+    for name, own in found.items():
+        if "attn_k_b" in name:
+            both = own.swapaxes(1, 2), found[name.replace("attn_k_b", "attn_v_b")]
+            out[name.replace("attn_k_b", "attn_kv_b")] = np.concatenate(both, 1).reshape(-1, own.shape[1])
+    return out
+
+
+def predicting(found: Tensors) -> Tensors:
+    """A last layer that predicts another token."""
+    return found | {name.replace("blk.1.", "blk.3."): own for name, own in found.items() if "blk.1." in name}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "more"),
+    [
+        ("qwen3-moe", joined, {}),
+        ("deepseek-v3", whole, {}),
+        ("glm4-lite", predicting, {"block_count": 4, "nextn_predict_layers": 1}),
+    ],
+)
+def test_other_layouts_of_a_file(
+    name: str, change: Callable[[Tensors], Tensors], more: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save(make_model(name, **MODELS[name]), tmp_path)
+    files = [
+        write_gguf(folder, tmp_path / "plain.gguf"),
+        write_gguf(folder, tmp_path / "other.gguf", change=change, more=more),
+    ]
+    assert len({str(answers(file, PROMPTS[::4], executor="eager")) for file in files}) == 1
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from snapstream import LLM, Grammar, SamplingParams
 from snapstream.cli.app import main
 from snapstream.kernels.groups import dequantize
-from snapstream.models import gguf
+from snapstream.models import gguf, gguf_settings
 from snapstream.models.checkpoint import check_checkpoint, load_weights
 from snapstream.models.config_json import fingerprint
 from snapstream.models.gguf_header import DEQUANTIZED, read_header, shortest
@@ -29,7 +29,7 @@ from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer, has_tokenizer, load_tokenizer
 from snapstream.spec_prefill.compressor import PromptCompressor
-from tests.gguf_files import write_gguf
+from tests.gguf_files import ARCHITECTURES, MODELS, write_gguf
 from tests.parity.checkpoints import make_model, save
 
 TEXTS = [
@@ -269,6 +269,11 @@ def test_end_tokens(folder: Path, tmp_path: Path) -> None:
     assert read_model_config(write_gguf(folder, tmp_path / "b.gguf", tokens=own)).eos_token_ids == (0,)
 
 
+def test_every_architecture_is_in_the_tests_data() -> None:
+    """``MODELS`` and gpt-oss, which tests/parity/test_gguf.py reads, and the table of docs/models.md."""
+    assert set(ARCHITECTURES.values()) == set(gguf_settings.ARCHITECTURES)
+
+
 # Wrong input.
 
 
@@ -298,13 +303,13 @@ def test_broken_files(file: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=reason):
             read_model_config(wrong)
     place = own.index(b"token_embd.weight") + len(b"token_embd.weight")
-    with pytest.raises(ValueError, match="token_embd.weight has the tensor type 77, which is not known"):
+    with pytest.raises(ValueError, match="'token_embd.weight' has the tensor type 77, which is not known"):
         read_model_config(changed(file, wrong, place + 4 + 16, struct.pack("<I", 77)))
-    with pytest.raises(ValueError, match="token_embd.weight is stored as I32; known: F32"):
+    with pytest.raises(ValueError, match="'token_embd.weight' is stored as I32; known: F32"):
         read_model_config(changed(file, wrong, place + 4 + 16, struct.pack("<I", 26)))
-    with pytest.raises(ValueError, match="token_embd.weight has 9 dimensions"):
+    with pytest.raises(ValueError, match="'token_embd.weight' has 9 dimensions"):
         read_model_config(changed(file, wrong, place, struct.pack("<I", 9)))
-    with pytest.raises(ValueError, match="is truncated: it has .* token_embd.weight ends at byte"):
+    with pytest.raises(ValueError, match="is truncated: it has .* 'token_embd.weight' ends at byte"):
         read_model_config(changed(file, wrong, place + 4, struct.pack("<Q", 2**50)))
     place = own.index(b"llama.rope.freq_base")
     with pytest.raises(ValueError, match="llama.zope.freq_base is 10000.0, which is not supported"):
@@ -357,26 +362,52 @@ def test_what_is_no_model(file: Path, folder: Path, tmp_path: Path) -> None:
     other.write_header_to_file()
     other.write_kv_data_to_file()
     other.close()
-    with pytest.raises(ValueError, match="general.architecture is 'mamba'; GGUF files are read of llama, qwen2, qwen3"):
+    with pytest.raises(
+        ValueError, match="general.architecture is 'mamba'; GGUF files are read of llama, mistral3, qwen2"
+    ):
         read_model_config(tmp_path / "other.gguf")
     with pytest.raises(ValueError, match="absent.gguf cannot be read: No such file"):
         read_model_config(tmp_path / "absent.gguf")
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_mutated_files_are_models_or_errors(seed: int, folder: Path, tmp_path: Path) -> None:
-    """1,000 files with a few bytes of their header changed, cut or repeated: ValueError or a config, and few bytes of
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("qwen3-moe", {"expert_count": 5}, "qwen3moe.expert_count is 5; blk.0.ffn_.*_exps.weight has 6"),
+        ("qwen3", {"block_count": 10**6}, "block_count is 1000000; it has 36 tensors"),
+        ("qwen3", {"attention.causal": False}, "qwen3.attention.causal is False; only causal attention"),
+        ("qwen3", {"rope.dimension_sections": [1, 1]}, "qwen3.rope.dimension_sections is an array of 2 numbers, which"),
+        ("granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned is False; heads that are not rotated"),
+        ("deepseek-v3", {"expert_gating_func": 1}, "expert_gating_func is 1; with exp_probs_b.bias it must be 2"),
+        ("glm4-moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func is 1; it must be 2"),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 1, 0, 2]}, "head_count_kv differs from layer to layer"),
+    ],
+)
+def test_settings_that_are_refused(name: str, more: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    folder = save(make_model(name, **MODELS[name]), tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        read_model_config(write_gguf(folder, tmp_path / "model.gguf", more=more))
+
+
+MUTATED = ("llama-gqa-tied", "qwen3.5-moe", "deepseek-v3", "granite-hybrid-moe", "lfm2-moe", "phi3-longrope")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_mutated_files_are_models_or_errors(seed: int, tmp_path: Path) -> None:
+    """1,020 files with a few bytes of their header changed, cut or repeated: ValueError or a config, and few bytes of
     memory.
     """
     tokens = metadata("gpt2", ["<a>", "<b>", "<c>", "a", "b", "ab"], merges=["a b"], pre="qwen2", bos_token_id=0)
+    name = MUTATED[seed]
+    folder = save(make_model(name, **MODELS[name]), tmp_path)
     good = write_gguf(folder, tmp_path / "good.gguf", "F16" if seed % 2 else "F32", tokens=tokens).read_bytes()
     draw, wrong = random.Random(seed), tmp_path / "wrong.gguf"
     header = min(tensor.start for tensor in read_header(tmp_path / "good.gguf").tensors.values())
     found = {"config": 0, "refused": 0}
     tracemalloc.start()
-    for _ in range(250):
+    for number in range(170):
         own = bytearray(good)
-        for _ in range(draw.choice((1, 1, 2, 8))):
+        for _ in range(draw.choice((1, 1, 2, 8)) if number else 0):  # the first is the file itself
             at = draw.randrange(header)
             match draw.randrange(4):
                 case 0:
