@@ -14,7 +14,7 @@ from benchmarks import published_plan, published_scale
 from benchmarks import tables as benchmarks
 from evals import plots
 from evals import sections as evals
-from figures import commands, overview
+from figures import commands, kinds, overview
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -28,7 +28,7 @@ DOCUMENTS = (
     ),
 )
 PLOTS = DOCS / "figures"
-PUBLISHED = published_plan.TABLES | published_scale.TABLES
+PUBLISHED = published_plan.TABLES | published_scale.TABLES | {kinds.NAME: kinds.section}
 SECTION = re.compile(r"(<!-- figures: ([\w.-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NAMES = {overview.NAME, *evals.NAMES, *benchmarks.TABLES, *PUBLISHED}
 DRAWN = {
