@@ -416,6 +416,11 @@ class ShortConv:
         """What a sequence keeps in such a layer, fp32: the last inputs of the convolution."""
         return (("inputs", (self.kernel - 1, self.channels)),)
 
+    def of_rank(self, num_ranks: int) -> ShortConv:
+        """What each of several ranks computes: its channels."""
+        _check_split("channels of the convolutions", self.channels, num_ranks)
+        return replace(self, channels=self.channels // num_ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNet:
@@ -471,6 +476,12 @@ class DeltaNet:
             ("memory", (self.value_heads, self.key_dim, self.value_dim)),
         )
 
+    def of_rank(self, num_ranks: int) -> DeltaNet:
+        """What each of several ranks computes: its key heads with their value heads."""
+        check(self.gate_rank == 0, f"Kimi delta attention is not split over ranks ({num_ranks} were asked for)")
+        _check_split("key heads of recurrent layers", self.key_heads, num_ranks)
+        return replace(self, key_heads=self.key_heads // num_ranks, value_heads=self.value_heads // num_ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2:
@@ -510,8 +521,17 @@ class Mamba2:
             ("memory", (self.heads, self.state_dim, self.head_dim)),
         )
 
+    def of_rank(self, num_ranks: int) -> Mamba2:
+        """What each of several ranks computes: its groups, whose outputs are normed together, with their heads."""
+        _check_split("groups of Mamba-2", self.groups, num_ranks)
+        return replace(self, heads=self.heads // num_ranks, groups=self.groups // num_ranks)
+
 
 Recurrent = ShortConv | DeltaNet | Mamba2
+
+
+def _check_split(what: str, count: int, num_ranks: int) -> None:
+    check(count % num_ranks == 0, f"{count} {what} cannot be split over {num_ranks} ranks")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,13 +192,17 @@ def _recurrent(decoder: Decoder) -> Recurrent:
         given = {
             "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors["mamba_norm"],
             "skip": vectors["mamba_skip"], "conv_bias": vectors.get("conv_bias"),
-            "in_bias": vectors.get("mamba_in_bias"), "out_bias": vectors.get("mamba_out_bias"),
+            "in_bias": vectors.get("mamba_in_bias"),
+            "out_bias": bias_of_sum(vectors.get("mamba_out_bias"), decoder.group),
         }  # fmt: skip
         sizes = {"key_heads": net.groups, "value_heads": net.heads, "key_dim": net.state_dim, "value_dim": net.head_dim}
         stacks = "mamba_in", "mamba_out"
     else:
-        given = {name: vectors.get(f"conv_{name}") for name in ("in_bias", "out_bias")}
-        given["conv_bias"], sizes, stacks = vectors.get("conv_bias"), {}, ("conv_in", "conv_out")
+        given = {
+            "conv_bias": vectors.get("conv_bias"), "in_bias": vectors.get("conv_in_bias"),
+            "out_bias": bias_of_sum(vectors.get("conv_out_bias"), decoder.group),
+        }  # fmt: skip
+        sizes, stacks = {}, ("conv_in", "conv_out")
     recurrent = Recurrent(
         taps=address(taps), kernel=net.kernel,
         channels=net.channels, **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])}, **sizes,

@@ -110,24 +110,32 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
         return {}
 
     def plain(size: int, name: str) -> TensorSpec:
-        return replace(vector(size, f"{prefix}.{name}"), dtype="float32")
+        return replace(vector(size, f"{prefix}.{name}"), dtype="float32", shard_dim=0)
+
+    def cut(spec: TensorSpec, kinds: tuple[int, ...]) -> TensorSpec:
+        return replace(spec, segments={name: kinds for name in spec.parts}, shard_dim=0)
 
     size, channels = net.inner + net.channels + net.heads, net.channels
+    mixed = net.inner, net.groups * net.state_dim, net.groups * net.state_dim
+    projected = net.inner, *mixed, net.heads
     specs = {
-        "mamba_in": TensorSpec(shape=(size, hidden), parts={f"{prefix}.in_proj.weight": ()}),
-        "conv_kernel": TensorSpec(
-            shape=(channels, 1, net.kernel), parts={f"{prefix}.conv1d.weight": ()}, is_matrix=False, dtype="float32"
+        "mamba_in": cut(TensorSpec(shape=(size, hidden), parts={f"{prefix}.in_proj.weight": ()}), projected),
+        "conv_kernel": cut(
+            TensorSpec(
+                shape=(channels, 1, net.kernel), parts={f"{prefix}.conv1d.weight": ()}, is_matrix=False, dtype="float32"
+            ),
+            mixed,
         ),
         "mamba_decay": plain(net.heads, "A_log"),
         "mamba_step": plain(net.heads, "dt_bias"),
         "mamba_skip": plain(net.heads, "D"),
         "mamba_norm": plain(net.inner, "norm.weight"),
-        "mamba_out": TensorSpec(shape=(hidden, net.inner), parts={f"{prefix}.out_proj.weight": ()}),
+        "mamba_out": TensorSpec(shape=(hidden, net.inner), parts={f"{prefix}.out_proj.weight": ()}, shard_dim=1),
     }
     if net.has_conv_bias:
-        specs["conv_bias"] = plain(channels, "conv1d.bias")
+        specs["conv_bias"] = cut(plain(channels, "conv1d.bias"), mixed)
     if net.has_bias:
-        specs |= {"mamba_in_bias": vector(size, f"{prefix}.in_proj.bias")}
+        specs |= {"mamba_in_bias": cut(vector(size, f"{prefix}.in_proj.bias"), projected)}
         specs |= {"mamba_out_bias": vector(hidden, f"{prefix}.out_proj.bias")}
     return {name: replace(spec, layers=config.recurrent_layers) for name, spec in specs.items()}
 

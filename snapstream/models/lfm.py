@@ -83,17 +83,21 @@ def _conv_tensors(config: ModelConfig) -> TensorSpecs:
     conv, hidden = config.recurrent, config.hidden_size
     if not isinstance(conv, ShortConv):
         return {}
-    size, layers = conv.channels, config.recurrent_layers
+    size, layers, kinds = conv.channels, config.recurrent_layers, (conv.channels,) * 3
     specs = {
-        "conv_in": TensorSpec(shape=(3 * size, hidden), parts={"conv.in_proj.weight": ()}),
-        "conv_kernel": TensorSpec(
-            shape=(size, 1, conv.kernel), parts={"conv.conv.weight": ()}, is_matrix=False, dtype="float32"
+        "conv_in": TensorSpec(
+            shape=(3 * size, hidden), parts={"conv.in_proj.weight": ()}, segments={"conv.in_proj.weight": kinds},
+            shard_dim=0,
         ),
-        "conv_out": TensorSpec(shape=(hidden, size), parts={"conv.out_proj.weight": ()}),
-    }
+        "conv_kernel": TensorSpec(
+            shape=(size, 1, conv.kernel), parts={"conv.conv.weight": ()}, is_matrix=False, dtype="float32", shard_dim=0
+        ),
+        "conv_out": TensorSpec(shape=(hidden, size), parts={"conv.out_proj.weight": ()}, shard_dim=1),
+    }  # fmt: skip
     if conv.has_bias:
-        specs["conv_in_bias"] = vector(3 * size, "conv.in_proj.bias")
-        specs["conv_bias"] = replace(vector(size, "conv.conv.bias"), dtype="float32")
+        segments = {"conv.in_proj.bias": kinds}
+        specs["conv_in_bias"] = replace(vector(3 * size, "conv.in_proj.bias"), segments=segments, shard_dim=0)
+        specs["conv_bias"] = replace(vector(size, "conv.conv.bias"), dtype="float32", shard_dim=0)
         specs["conv_out_bias"] = vector(hidden, "conv.out_proj.bias")
     return {name: replace(spec, layers=layers) for name, spec in specs.items()}
 

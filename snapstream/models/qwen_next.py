@@ -79,23 +79,28 @@ def _delta_tensors(config: ModelConfig) -> TensorSpecs:
     def named(own: Any) -> dict[str, Any]:
         return {f"linear_attn.{name}.weight": value for name, value in own.items()}
 
+    kinds = net.key_size, net.key_size, net.value_size
     kernel = TensorSpec(
-        shape=(size, 1, net.kernel), parts={"linear_attn.conv1d.weight": ()}, is_matrix=False, dtype="float32"
-    )
+        shape=(size, 1, net.kernel), parts={"linear_attn.conv1d.weight": ()}, is_matrix=False, dtype="float32",
+        segments={"linear_attn.conv1d.weight": kinds}, shard_dim=0,
+    )  # fmt: skip
     specs = {
         "delta_in": TensorSpec(
             shape=(size + net.value_size, hidden), parts=named(parts),
             row_order=named({name: order for name, order in orders.items() if name in parts}),
+            segments=named({name: kinds for name in parts if name == "in_proj_qkv"}), shard_dim=0,
         ),
         "delta_gates": TensorSpec(
             shape=(2 * heads, hidden), parts=named(gates), is_dense=True,
-            row_order=named({name: order for name, order in orders.items() if name in gates}),
+            row_order=named({name: order for name, order in orders.items() if name in gates}), shard_dim=0,
         ),
         "conv_kernel": kernel,
-        "delta_decay": replace(vector(heads, "linear_attn.A_log"), dtype="float32"),
-        "delta_step": replace(vector(heads, "linear_attn.dt_bias"), dtype="float32"),
+        "delta_decay": replace(vector(heads, "linear_attn.A_log"), dtype="float32", shard_dim=0),
+        "delta_step": replace(vector(heads, "linear_attn.dt_bias"), dtype="float32", shard_dim=0),
         "delta_norm": vector(net.value_dim, "linear_attn.norm.weight"),
-        "delta_out": TensorSpec(shape=(hidden, net.value_size), parts={"linear_attn.out_proj.weight": ()}),
+        "delta_out": TensorSpec(
+            shape=(hidden, net.value_size), parts={"linear_attn.out_proj.weight": ()}, shard_dim=1
+        ),
     }  # fmt: skip
     return {name: replace(spec, layers=config.recurrent_layers) for name, spec in specs.items()}
 

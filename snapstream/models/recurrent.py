@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2, ShortConv
 from snapstream.kernels.interface import CosSin, SumNorm
-from snapstream.models.layers import DenseLayer, KVView, StateView
+from snapstream.models.layers import DenseLayer, KVView, StateView, bias_of_sum
 from snapstream.models.weights import LayerWeights
 
 L2_EPS = 1e-6
@@ -27,7 +27,7 @@ class ShortConvLayer(DenseLayer):
 
     def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
         self._in, self._in_bias = weights.matrix("conv_in"), weights.optional("conv_in_bias")
-        self._o, self._o_bias = weights.matrix("conv_out"), weights.optional("conv_out_bias")
+        self._o, self._o_bias = weights.matrix("conv_out"), bias_of_sum(weights.optional("conv_out_bias"), self._group)
         self._taps, self._conv_bias = _taps(weights), weights.optional("conv_bias")
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -104,7 +104,10 @@ class Mamba2Layer(DenseLayer):
         assert isinstance(config.recurrent, Mamba2)
         self._net = config.recurrent
         self._in, self._in_bias = weights.matrix("mamba_in"), weights.optional("mamba_in_bias")
-        self._o, self._o_bias = weights.matrix("mamba_out"), weights.optional("mamba_out_bias")
+        self._o, self._o_bias = (
+            weights.matrix("mamba_out"),
+            bias_of_sum(weights.optional("mamba_out_bias"), self._group),
+        )
         self._taps, self._conv_bias = _taps(weights), weights.optional("conv_bias")
         self._out_norm, self._skip = weights.vector("mamba_norm"), weights.vector("mamba_skip")  # [I], [H]
         self._rate, self._step = -weights.vector("mamba_decay").exp(), weights.vector("mamba_step")  # [H] fp32

@@ -10,6 +10,7 @@ fewer than ranks are held by several.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import NamedTuple
@@ -161,7 +162,7 @@ def rank_config(
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
     if parallel.attention == "dp" and model.recurrent_layers:
         raise ValueError("attention is 'dp', which is not supported beside recurrent layers")
-    if model.has_fused_qkv or model.has_fused_gate_up:
+    if model.has_fused_qkv or (model.has_fused_gate_up and model.moe is not None):
         fused = "q, k and v" if model.has_fused_qkv else "gate and up"
         raise ValueError(
             f"{model.architecture} checkpoints have {fused} in one tensor, which is not split over ranks; use 1 rank"
@@ -181,12 +182,18 @@ def rank_config(
     inner = model.intermediate_size
     if model.dense_layers:
         inner = _padded_share(inner, size, unit)
+    if model.has_fused_gate_up and inner * size != model.intermediate_size:
+        raise ValueError(
+            f"{model.architecture} checkpoints have gate and up in one tensor, of {model.intermediate_size} rows each, "
+            f"which are not split evenly over {size} ranks"
+        )
     own = replace(
         model,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         moe=moe,
         intermediate_size=inner,
+        recurrent=None if model.recurrent is None else model.recurrent.of_rank(size),
         table_lines=-(-model.vocab_size // size),
     )
     return own if formats is None else replace(own, float_tensors=_float_tensors(model, own, formats))
@@ -203,12 +210,15 @@ def _own_heads(model: ModelConfig, size: int) -> tuple[int, int]:
 def _own_experts(moe: MoEConfig, parallel: ParallelConfig, rank: int, unit: int) -> MoEConfig:
     """A part of every expert, or whole experts; a part of the shared ones in either case."""
     size = parallel.size
+    shared = _padded_share(moe.shared_inner, size, unit)
     if parallel.experts == "tp":
-        return replace(moe, inner=_padded_share(moe.inner, size, unit))
+        return replace(
+            moe,
+            inner=_padded_share(moe.inner, size, unit),
+            own_shared=shared if moe.own_shared else 0,  # 0: it follows from inner
+        )
     own = _rank_share("num_experts", moe.num_experts, size)
-    return replace(
-        moe, held=range(rank * own, (rank + 1) * own), own_shared=_padded_share(moe.shared_inner, size, unit)
-    )
+    return replace(moe, held=range(rank * own, (rank + 1) * own), own_shared=shared)
 
 
 def _rank_share(name: str, whole: int, size: int) -> int:
@@ -284,7 +294,7 @@ class Cut(NamedTuple):
     """The slice of one checkpoint tensor that a rank reads.
 
     ``qkv`` and ``gate_up`` are stacks of tensors, each cut separately, so a rank's stack is again q | k | v and gate |
-    up.
+    up. Of a tensor with ``TensorSpec.segments`` all rows are read, and ``part.row_order`` takes the rank's.
     """
 
     part: Part  # in the rank's storage; its shape exceeds the slice where shards are padded
@@ -294,7 +304,7 @@ class Cut(NamedTuple):
     @property
     def missing(self) -> tuple[int, ...]:
         """The padding of each dimension."""
-        return tuple(size - (c.stop - c.start) for size, c in zip(self.part.shape, self.slices, strict=True))
+        return tuple(max(size - (c.stop - c.start), 0) for size, c in zip(self.part.shape, self.slices, strict=True))
 
     def scaled(self, units: tuple[int, ...]) -> tuple[slice, ...]:
         """The same slice of a tensor that has one entry for every ``units`` numbers along each dimension."""
@@ -316,14 +326,27 @@ class Cut(NamedTuple):
 def cuts_of(share: Share) -> dict[str, Cut]:
     """The slices that the rank reads, by checkpoint name. ValueError for a tensor that cannot be split."""
     own_specs, found = tensor_specs(share.own), dict[str, Cut]()
-    wholes = {part.name: part.shape for part in checkpoint_parts(tensor_specs(share.whole), share.whole.num_layers)}
+    wholes = {part.name: part for part in checkpoint_parts(tensor_specs(share.whole), share.whole.num_layers)}
     for part in checkpoint_parts(own_specs, share.own.num_layers):
-        whole, spec = wholes[part.name], own_specs[part.target]
+        whole, spec = wholes[part.name].shape, own_specs[part.target]
         slices = slice_of(whole, part.shape, share.rank, share.num_ranks, is_padded=spec.is_padded)
+        if part.segments and whole != part.shape:
+            part = part._replace(row_order=_own_rows(wholes[part.name].segments, part.segments, share))
+            slices = (slice(0, whole[0]), *slices[1:])
         found[part.name] = cut = Cut(part, whole, slices)
         if whole != part.shape:
             _check_dim(cut, spec, share.num_ranks)
     return found
+
+
+def _own_rows(whole: Sequence[int], own: Sequence[int], share: Share) -> list[int]:
+    """Rows of a checkpoint tensor of segments of ``whole`` rows that a rank, which has ``own`` of each, stores."""
+    rows, start = list[int](), 0
+    for total, size in zip(whole, own, strict=True):
+        (cut,) = slice_of((total,), (size,), share.rank, share.num_ranks)
+        rows += range(start + cut.start, start + cut.stop)
+        start += total
+    return rows
 
 
 def _check_dim(cut: Cut, spec: TensorSpec, num_ranks: int) -> None:

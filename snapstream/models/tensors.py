@@ -41,6 +41,8 @@ class TensorSpec:
     per_expert: bool = False  # the first dimension counts experts, of which a token reads top_k
     # If rows are stored in another order than the checkpoint's: by name, the checkpoint's row of each stored one.
     row_order: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    # Of checkpoint tensors with rows of several kinds, such as q | k | v: how many of each; ranks split each kind.
+    segments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     # Of one layer: the dimension that ranks split, each of the parts separately; None: each rank holds all of it.
     shard_dim: int | None = None
     # Shards along shard_dim are whole quantization groups: the last ranks' may be partly or all zeros.
@@ -79,6 +81,7 @@ class Part(NamedTuple):
     row_order: Sequence[int] | None  # the checkpoint's row of each stored one; None: the same order
     row_dim: int = 0  # of the stored tensor: the dimension of its rows
     is_transposed: bool = False
+    segments: tuple[int, ...] = ()  # rows that ranks split separately
 
 
 def name_in_text_part(name: str) -> str:
@@ -96,14 +99,14 @@ def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
     """Every checkpoint tensor of a model."""
     for name, spec in specs.items():
         for part, place in spec.parts.items():
-            shape, order = part_shape(spec, part), spec.row_order.get(part)
+            shape, order, segments = part_shape(spec, part), spec.row_order.get(part), spec.segments.get(part, ())
             row_dim = 1 if spec.per_expert and len(shape) == len(spec.shape) else 0  # all experts in one tensor
             if not spec.per_layer:
                 yield Part(part, shape, name, place, order)
                 continue
             for at, layer in enumerate(spec.layers_of(num_layers)):
                 own_name = f"model.layers.{layer}.{part}"
-                yield Part(own_name, shape, name, (at, *place), order, row_dim, spec.is_transposed)
+                yield Part(own_name, shape, name, (at, *place), order, row_dim, spec.is_transposed, segments)
 
 
 def part_shape(spec: TensorSpec, part: str) -> tuple[int, ...]:
@@ -228,6 +231,7 @@ def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
             spec,
             parts={rename(name): place for name, place in spec.parts.items()},
             row_order={rename(name): order for name, order in spec.row_order.items()},
+            segments={rename(name): sizes for name, sizes in spec.segments.items()},
         )
         for own, spec in specs.items()
     }
@@ -245,6 +249,7 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
             if config.has_fused_gate_up
             else gate_up_parts("mlp", "weight", inner, has_gate=config.has_gate),
             layers=layers,
+            segments={"mlp.gate_up_proj.weight": (inner, inner)} if config.has_fused_gate_up else {},
             shard_dim=0,
             is_padded=True,
         ),

@@ -224,7 +224,6 @@ def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
     asked = {
         f"reselection is {config.reselection!r}": config.reselection is not None,
         "a prefix_store is set on a GPU": config.prefix_store is not None and config.device.startswith("cuda"),
-        f"tensor_parallel is {config.parallel.size}": config.parallel.size > 1,
     }
     for what, is_set in asked.items():
         if is_set:

@@ -294,6 +294,11 @@ def make_connector(
         raise ValueError(
             f"heads: KV transfer with per-head budgets needs engines of one device; this one has {config.parallel.size}"
         )
+    if model.recurrent_layers and config.parallel.size > 1:
+        raise ValueError(
+            f"{model.architecture} has recurrent layers, whose states are transferred between engines of one device; "
+            f"this one has {config.parallel.size}"
+        )
     return TcpConnector(settings, row_sizes(model, config), engine_fingerprint(folder, config), wake)
 
 

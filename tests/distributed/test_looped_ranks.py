@@ -31,7 +31,7 @@ from tests.distributed import cases
 from tests.distributed.cases import Asked
 from tests.distributed.pairs import Pair, ids
 from tests.distributed.pool import Pool, ranks
-from tests.distributed.test_tensor_parallel import DENSE, Checkpoint, check, checkpoint
+from tests.distributed.test_tensor_parallel import DENSE, HYBRIDS, STATES_TOLERANCE, Checkpoint, check, checkpoint
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import HANG_S, until
 
@@ -53,6 +53,11 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     own = two.run(cases.answered, asked)[0]
     assert own.tokens == eager.tokens
     torch.testing.assert_close(own.logits, eager.logits, rtol=0.0, atol=5e-5)  # sums in another order
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    check(two, looped(checkpoint(name)), STATES_TOLERANCE)
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])

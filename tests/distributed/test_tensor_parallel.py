@@ -113,8 +113,20 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
     check(two, Asked(checkpoint(name), budget=budget))
 
 
+HYBRIDS = ("lfm2", "lfm2-all", "lfm2-moe", "granite-hybrid", "qwen3.5", "qwen3-next", "nemotron-h", "nemotron-3")
+STATES_TOLERANCE = 1e-4  # a gated delta rule amplifies rounding
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    """Channels, groups with their heads, key heads with their value heads; projections of several kinds of rows."""
+    check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
+
+
 @pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "gpt-oss", "ernie-moe-halves"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "qwen3-moe", "qwen2-moe", "glm4", "glm4-moe", "gpt-oss", "ernie-moe-halves"]
+)
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
     check(two, Asked(checkpoint(name), experts=experts, budget=40))

@@ -390,7 +390,6 @@ _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
     [
         ({"reselection": ReselectionConfig(every=8), "budget": 64}, "reselection is .* recurrent layers"),
         ({"heads": _EVEN, "budget": 64}, "per-head KV budgets are not supported"),
-        ({"tensor_parallel": 2}, "tensor_parallel is 2; Lfm2ForCausalLM has recurrent layers"),
         ({"executor": "graph"}, "CUDA graphs"),
         ({"num_speculative_tokens": 4, "executor": "eager"}, "verifies no drafted tokens"),
         ({"num_speculative_tokens": 4, "executor": "looped"}, "cannot take back a rejected token"),
