@@ -1,5 +1,5 @@
 """Writes a Qwen3 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, and the folder's
-byte-level tokenizer and chat template, or made-up words.
+byte-level tokenizer and chat template, or made-up words. Or random weights of a shape, without a checkpoint.
 
 f32, f16, bf16, q8_0 or q4_0; norms and routers stay fp32, as llama.cpp keeps them; the experts of a layer are one
 tensor there, of each of their three matrices. Needs ``gguf``, ``safetensors`` and numpy.
@@ -59,11 +59,76 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 
     settings = json.loads((folder / "config.json").read_text())
     num_experts = settings.get("num_experts", settings.get("num_local_experts"))
-    writer = gguf.GGUFWriter(file, "qwen3" if num_experts is None else "qwen3moe")
+    writer = _begin(settings, file, "qwen3" if num_experts is None else "qwen3moe")
     if num_experts is not None:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(settings["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(settings["moe_intermediate_size"])
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, folder, gguf.TokenType)
+    else:
+        _add_words(writer, settings["vocab_size"], gguf.TokenType)
+    quantised = getattr(gguf.GGMLQuantizationType, kind.upper())
+    for name, numbers in gguf_tensors(folder).items():
+        own = quantised if numbers.ndim > 1 and "gate_inp" not in name else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(numbers, own), raw_dtype=own)
+    _end(writer)
+
+
+def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
+    """Random weights of a dense Llama or Qwen3 with tied embeddings: ``settings`` as in config.json.
+
+    Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 the embedding, which is the output too,
+    is q6_k, as llama.cpp's own files have it.
+    """
+    import gguf
+    import numpy
+
+    types, random = gguf.GGMLQuantizationType, numpy.random.default_rng(0)
+    hidden, inner, size = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
+    queries, keys = settings["num_attention_heads"] * size, settings["num_key_value_heads"] * size
+    writer = _begin(settings, file, settings["model_type"])
+    if settings["model_type"] == "llama":
+        writer.add_rope_dimension_count(size)
+    _add_words(writer, settings["vocab_size"], gguf.TokenType)
+
+    def add(name: str, rows: int, cols: int, kind: str = kind) -> None:
+        own = getattr(types, kind.upper())
+        if kind == "f16":
+            numbers = random.standard_normal((rows, cols), dtype=numpy.float32) * 0.02
+            return writer.add_tensor(name, numbers.astype(numpy.float16), raw_dtype=own)
+        length, num_bytes = gguf.GGML_QUANT_SIZES[own]
+        blocks = random.integers(0, 256, (rows, cols // length, num_bytes), dtype=numpy.uint8)
+        scale = slice(-2, None) if kind == "q6_k" else slice(0, 2)
+        blocks[..., scale] = numpy.array([{"q4_0": 4e-3, "q8_0": 3e-4, "q6_k": 1e-5}[kind]], numpy.float16).view("u1")
+        writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=own)
+
+    def add_norm(name: str, count: int) -> None:
+        writer.add_tensor(name, numpy.ones(count, numpy.float32), raw_dtype=types.F32)
+
+    add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind == "q4_0" else kind)
+    add_norm("output_norm.weight", hidden)
+    for layer in range(settings["num_hidden_layers"]):
+        start = f"blk.{layer}."
+        for name, rows, cols in (
+            ("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
+            ("attn_output", hidden, queries), ("ffn_gate", inner, hidden), ("ffn_up", inner, hidden),
+            ("ffn_down", hidden, inner),
+        ):  # fmt: skip
+            add(f"{start}{name}.weight", rows, cols)
+        norms = {"attn_norm": hidden, "ffn_norm": hidden}
+        if settings["model_type"] == "qwen3":
+            norms |= {"attn_q_norm": size, "attn_k_norm": size}
+        for name, count in norms.items():
+            add_norm(f"{start}{name}.weight", count)
+    _end(writer)
+
+
+def _begin(settings: dict[str, Any], file: Path, architecture: str) -> Any:
+    """A writer with the sizes that every architecture has."""
+    import gguf
+
+    writer = gguf.GGUFWriter(file, architecture)
     writer.add_context_length(settings["max_position_embeddings"])
     writer.add_embedding_length(settings["hidden_size"])
     writer.add_block_count(settings["num_hidden_layers"])
@@ -74,14 +139,10 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     writer.add_value_length(settings["head_dim"])
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
-    if (folder / "tokenizer.json").exists():
-        _add_tokenizer(writer, folder, gguf.TokenType)
-    else:
-        _add_words(writer, settings["vocab_size"], gguf.TokenType)
-    quantised = getattr(gguf.GGMLQuantizationType, kind.upper())
-    for name, numbers in gguf_tensors(folder).items():
-        own = quantised if numbers.ndim > 1 and "gate_inp" not in name else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(numbers, own), raw_dtype=own)
+    return writer
+
+
+def _end(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -23,7 +23,8 @@ from benchmarks.peers import arms, compare, work
 from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
-from benchmarks.peers.gguf_file import gguf_name, gguf_tensors
+from benchmarks.peers.gguf_file import gguf_name, gguf_tensors, write_random_gguf
+from benchmarks.peers.llama_bench import SHAPES, own_figures, peer_figures
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import QWEN3_TINY, random_checkpoint
 from snapstream.kernels.backends import autotune
@@ -203,6 +204,32 @@ def test_quick_changes_what_is_not_given() -> None:
     args = parse_args(["--quick", "--batches", "4"])
     assert (args.batches, args.prompt_len, args.new_tokens, args.repeats) == ([4], 64, 17, 2)
     assert parse_args([]).batches == [1, 4, 8, 32]
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
+def test_a_random_file_of_a_shape_is_measured_as_it_is_stored(kind: str, tmp_path: Path) -> None:
+    write_random_gguf(SHAPES["tiny"], file := tmp_path / "model.gguf", kind)
+    stored = read_model_config(file).stored
+    assert stored.dequantized == (("Q6_K",) if kind == "q4_0" else ()), stored
+    found = own_figures(file, 1, 1)
+    assert {"f16": "float16", "q8_0": "int8", "q4_0": "int4"}[kind] in found["weights"]
+    assert all(rates[0] > 0 for rates in found["tokens_per_s"].values()) and list(found["read_share"]) == ["tg128"]
+
+
+def test_llama_benchs_own_names(tmp_path: Path) -> None:
+    program = tmp_path / "llama-bench"
+    tests = [
+        {"n_prompt": 512, "n_gen": 0, "samples_ts": [3.0, 4.0]},
+        {"n_prompt": 0, "n_gen": 128, "samples_ts": [2.0]},
+    ]
+    about = {"build_number": 7, "build_commit": "abc"}
+    program.write_text(f"#!/bin/sh\necho '{json.dumps([test | about for test in tests])}'\n")
+    program.chmod(0o755)
+    found = peer_figures(program, tmp_path / "model.gguf", 2, 1)
+    assert found == {"engine": "llama-bench 7 (abc)", "tokens_per_s": {"pp512": [3.0, 4.0], "tg128": [2.0]}}
+    program.write_text("#!/bin/sh\necho 'no such file' >&2\nexit 3\n")
+    with pytest.raises(SystemExit, match="ended with 3: no such file"):
+        peer_figures(program, tmp_path / "model.gguf", 2, 1)
 
 
 def test_the_table_of_peers() -> None:

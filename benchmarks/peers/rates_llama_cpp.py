@@ -1,0 +1,49 @@
+"""pp512 and tg128 of a GGUF file in llama.cpp (xllamacpp), by its own clock, as JSON: FILE THREADS REPETITIONS.
+
+For ``llama_bench.py``, where llama.cpp's own program is not at hand. Standard library and xllamacpp only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from random import Random
+from typing import Any
+
+
+def main() -> None:
+    import xllamacpp
+
+    file, threads, repetitions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    params = xllamacpp.CommonParams()
+    params.model.path = file
+    params.n_parallel, params.n_ctx, params.port = 1, 1024, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.cache_prompt, params.cache_ram_mib = False, 0
+    printed = os.dup(1)
+    os.dup2(2, 1)  # what the library prints is no JSON
+    server, random = xllamacpp.Server(params), Random(0)
+
+    def timings(prompt_len: int, num_new: int) -> dict[str, float]:
+        prompt = [random.randrange(3, 1000) for _ in range(prompt_len)]
+        answer: Any = server.handle_completions(
+            {"prompt": prompt, "n_predict": num_new, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
+             "cache_prompt": False}
+        )  # fmt: skip
+        found: dict[str, float] = answer["timings"]
+        return found
+
+    rates: dict[str, list[float]] = {"pp512": [], "tg128": []}
+    for repetition in range(repetitions + 1):
+        prefill, decode = timings(512, 1), timings(1, 129)
+        if repetition:
+            rates["pp512"].append(prefill["prompt_n"] / prefill["prompt_ms"] * 1e3)
+            rates["tg128"].append((decode["predicted_n"] - 1) / decode["predicted_ms"] * 1e3)  # the first is prefill's
+    with os.fdopen(printed, "w") as out:
+        out.write(json.dumps({"engine": f"xllamacpp {version('xllamacpp')}", "tokens_per_s": rates}))
+
+
+if __name__ == "__main__":
+    main()
