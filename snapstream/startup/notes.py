@@ -1,4 +1,4 @@
-"""What an engine prints at its start: choices that were made for its user, a line each."""
+"""What an engine prints at its start: choices that were made for its user, and the flags that change them."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from snapstream.startup.measure import describe_prefill, latent_attention
 
 
 def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> tuple[str, ...]:
-    """All lines that have something to say. ValueError for a prefill kernel that cannot serve here."""
+    """At most six lines: ranks, executor, how weights are read, rows, prefill, and what helps decode; those that have
+    something to say. ValueError for a prefill kernel that cannot serve here.
+    """
+    executor, rows = describe_engine(model, config)
     lines = (
-        describe_budget(options, config),
-        model.describe_windows(),
-        describe_ranks(config),
-        *describe_engine(model, config),
-        describe_dequantized(model, config),
-        describe_prefill(model, config),
-        describe_latents(model, config),
-        describe_indexer(model, config),
-        describe_inputs(config),
-        describe_decode(model, options, config),
-        describe_speculator(config),
-        describe_store(model, options, config),
+        (describe_ranks(config),),
+        (executor, describe_decode(model, options, config)),
+        (describe_dequantized(model, config), describe_inputs(config)),
+        (rows, describe_budget(options, config), model.describe_windows()),
+        (
+            f"{describe_prefill(model, config)} (--prefill-attention)",
+            describe_latents(model, config),
+            describe_indexer(model, config),
+        ),
+        (describe_speculator(config), describe_store(model, options, config)),
     )
-    return tuple(line for line in lines if line)
+    joined = ("; ".join(part for part in line if part) for line in lines)
+    return tuple(line for line in joined if line)
 
 
 def describe_engine(model: ModelConfig, config: EngineConfig) -> tuple[str, str]:
@@ -84,7 +86,7 @@ def describe_inputs(config: EngineConfig) -> str:
         return ""
     inputs, layers = config.weights.prefill_inputs, config.weights.layers
     who = "prefill and decode" if layers.rounds_inputs and layers.is_quantized == (inputs == "int8") else "prefill"
-    return f"{who}: {inputs} inputs, faster here (activations 'dtype': float32)"
+    return f"{who}: {inputs} inputs, faster here (--activations dtype: float32)"
 
 
 def describe_indexer(model: ModelConfig, config: EngineConfig) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from snapstream.startup import measure
 from snapstream.startup.measure import HostMemory, check_device, measure_machine
 from snapstream.startup.notes import describe_budget, describe_decode, describe_indexer, describe_inputs
 from snapstream.startup.resolve import Machine, resolve
+from tests.gguf_files import write_gguf
+from tests.parity.checkpoints import make_model, save
 
 GIB = 2**30
 LLAMA_1B = model_config_from_dict({
@@ -38,7 +41,7 @@ LLAMA_1B = model_config_from_dict({
     "hidden_act": "silu", "tie_word_embeddings": True,
 })  # fmt: skip
 
-
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # whole blocks of every GGUF type
 H100 = Machine(device="cuda", free_bytes=80 * GIB, total_bytes=80 * GIB, name="Some GPU", capability=(9, 0))
 LAPTOP = Machine(device="cpu", free_bytes=3 * GIB, total_bytes=80 * GIB)
 
@@ -155,7 +158,22 @@ def test_a_start_says_in_few_lines_what_was_chosen_and_how_to_change_it(capsys: 
         assert words in said, said
     assert main(["serve", "--help"]) == 0
     flags = re.findall(r"--[a-z-]+", said)
-    assert len(flags) == 7 and set(flags) <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert len(flags) == len(set(flags)) >= 8 and set(flags) <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid", "quantized"])
+def test_a_start_says_it_in_six_lines_for_every_kind_of_checkpoint(kind: str, tmp_path: Path) -> None:
+    name = "qwen3-next" if kind == "hybrid" else "qwen3"
+    model = save(make_model(name, **{} if kind == "hybrid" else SIZES), tmp_path)
+    if kind == "quantized":
+        model = write_gguf(model, tmp_path / "model.gguf", "Q5_1")
+    with LLM(model, budget=999, max_rows=2, max_model_len=64, prefix_store="auto", progress=False) as llm:
+        notes = llm.notes
+    assert len(notes) <= 6
+    said = "\n".join(notes)
+    assert ("recurrent states: " in said) == (kind == "hybrid")
+    assert ("Q5_1 are dequantized" in said) == (kind == "quantized")
+    assert all("(--" in line for line in notes), said
 
 
 def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -> None:
