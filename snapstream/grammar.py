@@ -286,9 +286,7 @@ class GrammarCompiler:
         try:
             from llguidance import LLTokenizer
         except ModuleNotFoundError:
-            raise ValueError(
-                "grammar: llguidance is not installed; in a checkout run: pip install '.[serve]'"
-            ) from None
+            raise ValueError("grammar: llguidance is not installed; run: pip install 'snapstream-llm[serve]'") from None
         if not self._end_ids:
             raise ValueError("grammar: this checkpoint names no end token")
         text = self._tokenizer_json()

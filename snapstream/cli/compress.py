@@ -221,7 +221,7 @@ def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
     try:
         from snapstream.proxy.app import run_proxy
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
+        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
     from snapstream.server.http.lifecycle import listen, set_up_log
     from snapstream.spec_prefill.settings import chunks_of, protection_of, scoring_of
 

@@ -68,7 +68,7 @@ def serve(
     try:
         from snapstream.server import run
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[serve]'") from None
+        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
     from snapstream.server.engine.api import EngineDead
     from snapstream.server.http.lifecycle import set_up_log
     from snapstream.server.options import refuse_blank
@@ -180,7 +180,7 @@ def deploy(
     try:
         from snapstream.integrations.ray import application
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; in a checkout run: pip install '.[ray]'") from None
+        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[ray]'") from None
     from snapstream.integrations.ray.config import read_config
     from snapstream.server.http.lifecycle import set_up_log
     from snapstream.server.run import CannotLoad

@@ -373,7 +373,7 @@ def otlp_tracing(endpoint: str) -> Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"--otlp-traces-endpoint needs {error.name}; in a checkout run: pip install '.[otel]'"
+            f"--otlp-traces-endpoint needs {error.name}; run: pip install 'snapstream-llm[otel]'"
         ) from None
     if not endpoint.startswith(("http://", "https://")):
         raise ValueError(f"--otlp-traces-endpoint is {endpoint!r}; it must be like http://localhost:4318/v1/traces")
