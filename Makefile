@@ -109,10 +109,11 @@ $(PEERS)/.installed: Makefile
 	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
-wheel: $(STAMP) ## dist/*.whl with the library of looped steps compiled for this kind of machine: no compiler is needed then
+wheel: $(STAMP) ## dist/*.whl with the library of looped steps for every instruction set: no compiler is needed then, and glibc 2.28
 	rm -rf build
 	$(BIN)/python -m snapstream.kernels.cpu.looped.build build/prebuilt
-	SNAPSTREAM_PREBUILT="$(CURDIR)/build/prebuilt" $(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir dist .
+	SNAPSTREAM_PREBUILT="$(CURDIR)/build/prebuilt" $(BIN)/python -m pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) --wheel-dir dist build/wheel/*.whl
 	@ls -l dist/*.whl
 
 docs: $(DOCS) ## site/ from docs/, with mkdocs-material; a broken link fails

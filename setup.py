@@ -5,12 +5,10 @@ their folder. ``make wheel`` does so; every other build is one of Python files a
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -26,32 +24,6 @@ def libraries() -> list[Path]:
     return found
 
 
-OLDEST_GLIBC = (2, 28)  # of a tag: what the oldest distributions in use have
-NEWEST_GLIBCXX = (3, 4, 25)  # that distributions of OLDEST_GLIBC have
-
-
-def needed_version(files: Sequence[Path], name: str) -> tuple[int, ...]:
-    """The newest version of ``name``'s symbols that these ELF files ask for; empty where they ask for none.
-
-    Every version that a file needs is a string in it, such as GLIBC_2.32.
-    """
-    pattern = re.compile(rb"\0" + name.encode() + rb"_(\d+(?:\.\d+)+)(?=\0)")
-    found = (match for file in files for match in pattern.findall(file.read_bytes()))
-    return max((tuple(int(number) for number in version.split(b".")) for version in found), default=())
-
-
-def platform_of(files: Sequence[Path], platform: str) -> str:
-    """The tag of PEP 600 for these libraries: the oldest glibc that has all their symbols.
-
-    ``platform``, this machine's, where they are for another libc or need a newer libstdc++ than such systems have.
-    """
-    glibc = needed_version(files, "GLIBC")
-    if not platform.startswith("linux_") or not glibc or needed_version(files, "GLIBCXX") > NEWEST_GLIBCXX:
-        return platform
-    major, minor = max(glibc[:2], OLDEST_GLIBC)
-    return f"manylinux_{major}_{minor}_{platform.removeprefix('linux_')}"
-
-
 class BuildWithLibraries(build_py):
     def run(self) -> None:
         super().run()
@@ -64,16 +36,19 @@ class BuildWithLibraries(build_py):
             self.copy_file(str(library), str(target / library.name))
 
 
-class WheelOfPlatform(bdist_wheel):
-    """With native libraries: for one kind of machine and libc, and for every Python 3, whose ABI they do not use."""
+class WithLibraries(Distribution):
+    def has_ext_modules(self) -> bool:
+        """What a wheel with native libraries has in the eyes of setuptools."""
+        return bool(libraries())
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = not libraries()
+
+class WheelOfPlatform(bdist_wheel):
+    """With native libraries: for this kind of machine, to which auditwheel adds a libc, and for every Python 3, whose
+    ABI they do not use."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform_of(libraries(), platform))
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelOfPlatform})
+setup(distclass=WithLibraries, cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelOfPlatform})

@@ -531,7 +531,7 @@ def test_what_the_system_refuses_is_told_and_compiled(
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(build, "sets_of_machine", lambda: (BEST,))
+    monkeypatch.setattr(build, "sets_of_compiler", lambda: (BEST,))
     monkeypatch.setattr("sys.argv", ["prebuilt", str(tmp_path / "out")])
     assert build.main() == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out' / library_name(BEST)}\n"

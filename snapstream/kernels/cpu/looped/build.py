@@ -5,6 +5,8 @@ wheel`` puts one per instruction set of the machine's kind into a wheel. Invaria
 its name is made of its sources, flags and compiler, so one of other sources is never opened.
 
     python -m snapstream.kernels.cpu.looped.build FOLDER     # compiles them into FOLDER, for setup.py
+
+With ``CXX=aarch64-linux-gnu-g++`` those of another kind of machine.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ LIBRARY = tuple(  # the slowest to compile first
     )
 )
 # No -ffast-math: sums keep their order, infinities and NaN their meaning. A product and a sum may be fused.
-_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp", "-fPIC", "-fvisibility=hidden")
+_FLAGS = (*"-std=c++20 -O3 -ffp-contract=fast -fno-math-errno -fopenmp -pthread -fPIC -fvisibility=hidden".split(),)
 FLAGS_OF_SET: dict[InstructionSet, tuple[str, ...]] = {
     "avx512": (
         "-DISA=512",
@@ -142,7 +144,9 @@ def _build(compiler: str, flags: tuple[str, ...], sources: Sequence[Path], libra
         for process, output in zip(compiling, outputs, strict=True):
             _check(process.returncode, output, compiler)
         whole = str(Path(folder) / "whole.so")
-        linked = subprocess.run((compiler, *flags, "-shared", *objects, "-o", whole), capture_output=True, text=True)
+        # Linked to no OpenMP runtime: `open_library` finds torch's. Clang's code works with Clang's own runtime alone.
+        linking = [flag for flag in flags if flag != "-fopenmp" or "clang" in _version(compiler)]
+        linked = subprocess.run((compiler, *linking, "-shared", *objects, "-o", whole), capture_output=True, text=True)
         _check(linked.returncode, linked.stderr, compiler)
         os.replace(whole, library)  # atomic: another process may build the same
 
@@ -163,6 +167,7 @@ def open_library(instructions: InstructionSet, folder: Path = FOLDER) -> ctypes.
     ValueError where neither works.
     """
     check_instructions(instructions)
+    _share_openmp()
     ready, problem = folder / library_name(instructions), ""
     if ready.is_file():
         try:
@@ -176,15 +181,30 @@ def open_library(instructions: InstructionSet, folder: Path = FOLDER) -> ctypes.
         raise ValueError(f"{problem}; {error}" if problem else str(error)) from None
 
 
+def _share_openmp() -> None:
+    """Make an OpenMP runtime visible to libraries that are linked to none: torch's, which all pips' and Conda's builds
+    bring and load so, else the system's. A second one beside torch's would compete for the cores.
+
+    ValueError where there is none.
+    """
+    try:
+        if hasattr(ctypes.CDLL(None), "GOMP_parallel") or ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL):
+            return
+    except OSError as error:
+        raise ValueError(f"torch came without an OpenMP runtime, and the system has none ({error})") from None
+
+
 def write_libraries(folder: Path, sets: Sequence[InstructionSet]) -> list[Path]:
     """Compile a library for each of ``sets`` into ``folder``, creating it; ValueError where that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     return [Path(shutil.copyfile(compiled(name), folder / library_name(name))) for name in sets]
 
 
-def sets_of_machine() -> tuple[InstructionSet, ...]:
-    """Every instruction set of this machine's architecture, whether this processor has it or not."""
-    return get_args(InstructionSet) if platform.machine() == "x86_64" else ("portable",)
+def sets_of_compiler() -> tuple[InstructionSet, ...]:
+    """Every instruction set of the kind of machine that the compiler compiles for, this one or another."""
+    compiler = find_compiler()
+    target = compiler and subprocess.run((compiler, "-dumpmachine"), capture_output=True, text=True).stdout
+    return get_args(InstructionSet) if target and target.startswith("x86_64") else ("portable",)
 
 
 def main() -> int:
@@ -192,7 +212,7 @@ def main() -> int:
         print("usage: python -m snapstream.kernels.cpu.looped.build FOLDER", file=sys.stderr)
         return 2
     try:
-        for path in write_libraries(Path(sys.argv[1]), sets_of_machine()):
+        for path in write_libraries(Path(sys.argv[1]), sets_of_compiler()):
             print(path)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -418,7 +418,7 @@ INLINE void mix_columns(const float* shares, const char* values, int64_t e, int6
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int v = 0; v < COLUMNS; ++v) acc[r][v] = load_some(mixed + r * head_dim + v * W, count);
     for (int64_t j = 0; j < n; ++j, values += token) {
-        UNROLL for (int i = 0; i < Form::bytes(COLUMNS * W); i += 64)
+        for (int i = 0; i < Form::bytes(COLUMNS * W); i += 64)  // one to four turns
             __builtin_prefetch(values + Form::bytes(e) + ROW_AHEAD + i);
         vec own[COLUMNS];
         UNROLL for (int v = 0; v < COLUMNS; ++v) own[v] = read(e + v * W);

@@ -244,8 +244,9 @@ class Drawer {
             return std::fill(top_ids, top_ids + call_.num_top, 0);
         }
         find_peak(line, s_.vocab, own_.maxima);
-        const double total = static_cast<double>(sum_groups(line, scale_of(raw.score, 1.0), 0));
-        const double all = raw.score + std::log(total) - 42 * LOG_2;
+        const long double total = sum_groups(line, scale_of(raw.score, 1.0), 0);
+        // In long double, because the log of a double asks for glibc 2.29.
+        const double all = raw.score + static_cast<double>(std::log(total)) - 42 * LOG_2;
         const auto logprob = [&](int64_t token) { return static_cast<float>(line[token] - all); };
         call_.logprobs[b] = logprob(call_.tokens[b]);
         find_top(line, top_ids);

@@ -2,7 +2,6 @@
 // millisecond while tokens are being made, and then sleep because it may never follow.
 #include "threads.h"
 
-#include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -95,18 +94,20 @@ void ThreadPool::begin() {
     shared_ = new Shared;
     shared_->threads = threads_;
     shared_->process = getpid();
-    sigset_t all, before;  // signals go to the program's own threads
+    // Signals go to the program's own threads. (On Linux the mask is the calling thread's; pthread_sigmask itself would
+    // ask for glibc 2.32.)
+    sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
+    sigprocmask(SIG_SETMASK, &all, &before);
     try {
         for (int i = 1; i < threads_; ++i) shared_->workers.emplace_back(worker, shared_, i);
     } catch (...) {
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        sigprocmask(SIG_SETMASK, &before, nullptr);
         shared_->threads = static_cast<int>(shared_->workers.size()) + 1;
         end();
         throw;
     }
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    sigprocmask(SIG_SETMASK, &before, nullptr);
 }
 
 void ThreadPool::end() {
