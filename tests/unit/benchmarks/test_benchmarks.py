@@ -24,7 +24,7 @@ from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
 from benchmarks.peers.gguf_file import gguf_name, gguf_tensors, write_random_gguf
-from benchmarks.peers.llama_bench import SHAPES, own_figures, peer_figures
+from benchmarks.peers.llama_bench import SHAPES, peer_figures
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import QWEN3_TINY, random_checkpoint
 from snapstream.kernels.backends import autotune
@@ -207,13 +207,10 @@ def test_quick_changes_what_is_not_given() -> None:
 
 
 @pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
-def test_a_random_file_of_a_shape_is_measured_as_it_is_stored(kind: str, tmp_path: Path) -> None:
+def test_a_random_file_of_a_shape_is_read_as_it_is_stored(kind: str, tmp_path: Path) -> None:
     write_random_gguf(SHAPES["tiny"], file := tmp_path / "model.gguf", kind)
     stored = read_model_config(file).stored
     assert stored.dequantized == (("Q6_K",) if kind == "q4_0" else ()), stored
-    found = own_figures(file, 1, 1)
-    assert {"f16": "float16", "q8_0": "int8", "q4_0": "int4"}[kind] in found["weights"]
-    assert all(rates[0] > 0 for rates in found["tokens_per_s"].values()) and list(found["read_share"]) == ["tg128"]
 
 
 def test_llama_benchs_own_names(tmp_path: Path) -> None:
