@@ -124,7 +124,7 @@ class Repeating:
             self._chunk = chunk
             ids = torch.tensor([*asked, *self._ids[chunk.start : chunk.stop]])
             positions = torch.arange(num_tokens, num_tokens + len(ids))
-            self._decoder.run(self._decoder.embed(ids), self._decoder.rope(positions, positions + 1), self)
+            self._decoder.run(ids, self._decoder.rope(positions, positions + 1), self)
         return self._scores
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:

@@ -120,7 +120,7 @@ class HeadRows:
         """One token for every rule's row, ``[B]``: logits of the next ``[B, V]``."""
         positions = torch.full_like(token_ids, self.num_tokens)
         rope = self._decoder.rope(positions, positions + 1)
-        logits = self._decoder.run(self._decoder.embed(token_ids), rope, self)
+        logits = self._decoder.run(token_ids, rope, self)
         self.num_tokens += 1
         return logits
 

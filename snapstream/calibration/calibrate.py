@@ -135,7 +135,7 @@ class Ablation:
         positions = torch.full_like(ids, self._num_tokens)
         rope = self._decoder.rope(positions, positions + 1)
         self._num_tokens += 1
-        return self._decoder.run(self._decoder.embed(ids), rope, self).log_softmax(-1)
+        return self._decoder.run(ids, rope, self).log_softmax(-1)
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """``heads [B, H+2G, E]`` -> ``[B, H, E]``: attention over the prompt, and over what was fed since."""

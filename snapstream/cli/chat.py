@@ -200,12 +200,12 @@ class Conversation:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; snapstream generate --raw continues a text")
         # A package with optional dependencies: only these modules of it need none.
-        from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, choose_reasoning
+        from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, THOUGHT_END, choose_reasoning
 
         self._llm, self._params, self._max_tokens = llm, params, max_tokens
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._parser = choose_reasoning("auto", str(llm.tokenizer.chat_template))
-        special = set(llm.tokenizer.all_special_tokens) & {OPENING, CLOSING, CHANNEL}
+        special = set(llm.tokenizer.all_special_tokens) & {OPENING, CLOSING, CHANNEL, THOUGHT_END}
         if self._parser != "none" and special:  # else the answer's text would not have them
             self._params = replace(params, skip_special_tokens=False)
         self.system = system

@@ -222,6 +222,8 @@ class MoEConfig:
     has_logit_bias: bool = False  # the router's logits have a bias
     has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
+    # Experts are beside the MLP of every layer, not in its place, and the router reads a norm of its own (Gemma 4).
+    is_beside_mlp: bool = False
     clamp: SwiGLUClamp | None = None  # None: the model's activation
     held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
@@ -229,6 +231,10 @@ class MoEConfig:
     def __post_init__(self) -> None:
         for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups"):
             check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
+        check(
+            not self.is_beside_mlp or (self.num_shared == 0 and self.first_dense == 0 and self.num_groups == 1),
+            "experts beside an MLP are those of every layer, without shared experts and groups",
+        )
         check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
         if self.clamp is not None:
             check(self.clamp.limit > 0, f"the limit of the clamped SwiGLU is {self.clamp.limit}; it must be over 0")
@@ -320,7 +326,7 @@ class LatentConfig:
         return max(self.query_dim, self.value_dim)
 
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,6 +348,7 @@ class RopeConfig:
     # longrope: divisors of the frequency of each pair, in sequences within the original context and in longer ones
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    share: float = 1.0  # proportional: of the pairs of a whole head that have an angle; those of the rest are 0
     partial_rotary_factor: float = 1.0  # share of a head that is rotated; the rest passes
     is_interleaved: bool = False  # the checkpoint rotates the pairs (0, 1), (2, 3) ... of a head, not its halves
 
@@ -396,6 +403,13 @@ class LayerNorms(NamedTuple):
 
 
 Activation = Literal["silu", "gelu_tanh", "relu2"]  # relu2: of an MLP without gate, ``down(relu(up x)^2)``
+
+
+class HeadSizes(NamedTuple):
+    """Heads of keys and values in some of the layers."""
+
+    num_kv_heads: int
+    head_dim: int  # of queries too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -570,6 +584,16 @@ class ModelConfig:
     activation: Activation = "silu"  # of gate
     window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
     length_scale: LengthScale | None = None  # of queries, by position
+    full_heads: HeadSizes | None = None  # in layers without a window, where they differ from the others' (Gemma 4)
+    # By layer, the one whose keys and values it attends to: itself, or an earlier one of its kind; None: all their own.
+    kv_sources: tuple[int, ...] | None = None
+    keys_are_values: bool = False  # in layers without a window one projection gives keys and values
+    has_value_norm: bool = False  # RMSNorm without weights over each head of v
+    has_unscaled_scores: bool = False  # products of queries and keys are not divided by sqrt(E)
+    per_layer_dim: int = 0  # numbers of a token that are embedded for each layer (Gemma 3n, 4); 0: none
+    has_layer_scalars: bool = False  # a layer's output is multiplied by a stored number
+    has_wide_mlps: bool = False  # the MLP of layers that share keys and values has twice intermediate_size
+    logit_cap: float | None = None  # c of c tanh(logits / c)
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     # Attention outputs are gated by a second part of the query projection, in the checkpoint head by head (Qwen3-Next).
@@ -631,8 +655,13 @@ class ModelConfig:
             "a multiplier of attention needs heads that are rotated as a whole, or not at all",
         )
         check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
-        check(self.is_pre_norm or self.moe is None, "other places of norms and GELU are not supported with experts")
+        is_beside = self.moe is not None and self.moe.is_beside_mlp
+        check(
+            self.is_pre_norm or self.moe is None or is_beside,
+            "other places of norms and GELU are not supported with experts",
+        )
         check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
+        self._check_layer_sizes()
         check(
             self.multipliers.residual == 1.0 or not self.norms.has_outputs,
             "a multiplier of the residual stream with norms of outputs is not supported",
@@ -664,6 +693,10 @@ class ModelConfig:
             check(self.windows is not None, "window_rope needs layers with sliding windows")
             check(not own.depends_on_length, f"rope {own.kind} is not supported in layers with sliding windows")
             check(
+                self.full_heads is None or self.rope.partial_rotary_factor == own.partial_rotary_factor == 1.0,
+                "heads that differ in size by layer must be rotated as a whole",
+            )
+            check(
                 own.rotary_dim(self.head_dim) == self.rope.rotary_dim(self.head_dim)
                 and own.is_interleaved == self.rope.is_interleaved,
                 "layers with and without sliding windows must rotate the same numbers of a head",
@@ -680,6 +713,82 @@ class ModelConfig:
             f"partial_rotary_factor {self.rope.partial_rotary_factor} rotates {rotated} of the {self.head_dim} numbers "
             "of a head; it must rotate an even number of them",
         )
+
+    def _check_layer_sizes(self) -> None:
+        """ValueError for parts in which layers differ and that do not go together."""
+        if (own := self.full_heads) is not None:
+            check(self.windows is not None and self.latent is None, "full_heads needs layers with sliding windows")
+            check(
+                own.num_kv_heads >= 1 and self.num_heads % own.num_kv_heads == 0,
+                f"num_heads ({self.num_heads}) is not a multiple of the {own.num_kv_heads} kv heads of full layers",
+            )
+            check(
+                2 <= own.head_dim <= MAX_DIM and own.head_dim % 2 == 0,
+                f"heads of full layers have {own.head_dim} numbers; it must be even, from 2 to {MAX_DIM}",
+            )
+        check(self.full_heads is None or self.window_rope is not None, "full_heads needs a window_rope")
+        if self.kv_sources is not None:
+            windows = self.layer_windows
+            check(
+                len(self.kv_sources) == self.num_layers
+                and all(
+                    source == layer
+                    or (0 <= source < layer and self.kv_sources[source] == source and windows[source] == windows[layer])
+                    for layer, source in enumerate(self.kv_sources)
+                ),
+                f"kv_sources is {self.kv_sources}; layers must share keys and values with an earlier one of their kind",
+            )
+        if self.has_value_norm or self.has_unscaled_scores or self.keys_are_values or self.kv_sources is not None:
+            check(
+                self.qk_norm and self.latent is None and not self.qkv_bias and not self.has_fused_qkv
+                and not self.has_attention_gate and not self.recurrent_layers and not self.has_sinks,
+                "norms of values, unscaled scores, shared or equal keys and values need norms of the heads of q and k, "
+                "and exclude biases, gates, sinks, latents and recurrent layers",
+            )  # fmt: skip
+        if self.per_layer_dim or self.has_layer_scalars:
+            check(
+                self.norms.has_outputs and self.norms.has_inputs and not self.is_parallel and not self.is_centered,
+                "embeddings per layer and scalars of layers need norms before and after attention and MLP",
+            )
+        check(
+            self.per_layer_dim % 32 == 0,
+            f"embeddings per layer have {self.per_layer_dim} numbers; it must be a multiple of 32",
+        )
+        check(self.logit_cap is None or self.logit_cap > 0, f"logit_cap is {self.logit_cap}; it must be over 0")
+
+    @property
+    def has_uneven_layers(self) -> bool:
+        """Whether layers differ in their heads, or share keys and values."""
+        return self.full_heads is not None or self.kv_sources is not None
+
+    def heads_of(self, layer: int) -> HeadSizes:
+        """Heads of keys and values of a layer."""
+        own = HeadSizes(self.num_kv_heads, self.head_dim)
+        return own if self.full_heads is None or self.layer_windows[layer] is not None else self.full_heads
+
+    def source_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends to."""
+        return layer if self.kv_sources is None else self.kv_sources[layer]
+
+    def inner_of(self, layer: int) -> int:
+        """Inner size of a layer's MLP."""
+        return self.intermediate_size * (2 if self.has_wide_mlps and self.source_of(layer) != layer else 1)
+
+    @property
+    def widest_inner(self) -> int:
+        """Of the MLP of any layer."""
+        return max(map(self.inner_of, range(self.num_layers)))
+
+    @property
+    def all_heads(self) -> tuple[HeadSizes, ...]:
+        """The distinct sizes of the heads of layers."""
+        own = HeadSizes(self.num_kv_heads, self.head_dim)
+        return (own,) if self.full_heads is None else (own, self.full_heads)
+
+    @property
+    def widest_head(self) -> int:
+        """Numbers of a head in the layers whose heads are largest."""
+        return max(sizes.head_dim for sizes in self.all_heads)
 
     @property
     def is_pre_norm(self) -> bool:
@@ -719,7 +828,7 @@ class ModelConfig:
     def dense_layers(self) -> Sequence[int]:
         """Indices of the layers that have an MLP."""
         layers = range(self.num_layers) if self.mlp_layers is None else self.mlp_layers
-        experts = () if self.moe is None else self.moe.layers(self.num_layers)
+        experts = () if self.moe is None or self.moe.is_beside_mlp else self.moe.layers(self.num_layers)
         return tuple(index for index in layers if index not in experts)
 
     def describe_windows(self) -> str:
@@ -731,13 +840,18 @@ class ModelConfig:
                 f"recurrent states: {count} of {self.num_layers} layers keep a state of constant size; "
                 f"the budget applies to {others}"
             )
-        sizes = [window for window in self.layer_windows if window is not None]
+        own = [window for layer, window in enumerate(self.layer_windows) if self.source_of(layer) == layer]
+        sizes = [window for window in own if window is not None]
         if not sizes:
             return ""
         tokens = " or ".join(f"{size:,}" for size in sorted(set(sizes)))
-        rest = self.num_layers - len(sizes)
-        applies = f"the budget applies to the other {rest}" if rest else "no budget applies"
-        return f"sliding windows: {len(sizes)} of {self.num_layers} layers keep the last {tokens} tokens; {applies}"
+        rest, shared = len(own) - len(sizes), self.num_layers - len(own)
+        applies = f"the budget applies to {'the other ' * (not shared)}{rest}" if rest else "no budget applies"
+        shared_words = f"{shared} attend to keys and values of others, " if shared else ""
+        return (
+            f"sliding windows: {len(sizes)} of {self.num_layers} layers keep the last {tokens} tokens; "
+            f"{shared_words}{applies}"
+        )
 
     @property
     def rope_dim(self) -> int:

@@ -156,11 +156,11 @@ class RowSizes:
     """Bytes of the frames of a row."""
 
     num_layers: int
-    slot_bytes: int  # keys and values of one slot in one layer, with its scales in int8
-    scale_bytes: int = 0  # per layer: rows in FP8
+    slot_bytes: tuple[int, ...]  # by layer, keys and values of one slot, with its scales in int8
+    scale_bytes: tuple[int, ...] = ()  # by layer: rows in FP8; empty: none
     vote_bytes: int = 0  # per layer and selected slot: attention scores, with KV re-selection
     hidden_bytes: int  # the last hidden state
-    num_kv_heads: int = 1
+    num_kv_heads: int = 1  # where layers differ, the most
     heads: HeadSlots | None = None  # per-head budgets; None: all heads have the request's
     windows: tuple[int | None, ...] = ()  # by layer, slots of a ring that no budget changes; empty: no layer has one
     states: tuple[
@@ -174,20 +174,22 @@ class RowSizes:
         else:
             windows = self.windows or (None,) * self.num_layers
             own = (budget if size is None else KVBudget.full(size) for size in windows)
-            budgets = tuple((layer,) * self.num_kv_heads for layer in own)
+            budgets = tuple((layer,) for layer in own)
         states = self.states or (None,) * self.num_layers
+        scales = self.scale_bytes or (0,) * self.num_layers
         return tuple(
-            self.scale_bytes + sum(self._head_bytes(prompt_len, own) for own in layer) if state is None else state
-            for state, layer in zip(states, budgets, strict=True)
+            scale + sum(self._head_bytes(prompt_len, own, slot) for own in layer) if state is None else state
+            for state, layer, slot, scale in zip(states, budgets, self.slot_bytes, scales, strict=True)
         )
 
     def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
         """Host memory that the row takes on either side during the transfer."""
         return sum(self.layer_bytes(prompt_len, budget)) + self.hidden_bytes
 
-    def _head_bytes(self, prompt_len: int, budget: KVBudget) -> int:
-        num_slots = min(prompt_len, budget.capacity)
-        return (self.vote_bytes * budget.num_topk + self.slot_bytes * num_slots) // self.num_kv_heads
+    def _head_bytes(self, prompt_len: int, budget: KVBudget, slot_bytes: int) -> int:
+        """Of a head with its own budget, else of all heads of a layer."""
+        num_slots, num_parts = min(prompt_len, budget.capacity), 1 if self.heads is None else self.num_kv_heads
+        return (self.vote_bytes * budget.num_topk + slot_bytes * num_slots) // num_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,8 +92,8 @@ class RowsForward:
             positions = positions[shard.entries]
             queries = None if self._queries is None else self._queries.of_step(shard.places.rows, positions)
             view = DataParallelRowsView(self._cache, shard, self._decoder.kernels, queries)
-        hidden = self._decoder.embed(self._rows.last_token[rows])  # [B, D]
-        return self._decoder.run(hidden, self._decoder.rope(positions, positions + 1), view)
+        angles = self._decoder.rope(positions, positions + 1)
+        return self._decoder.run(self._rows.last_token[rows], angles, view)
 
     def _view(self, rows: Tensor, positions: Tensor) -> KVView:
         kernels, state = self._decoder.kernels, self._rows

@@ -23,7 +23,7 @@ SAMPLING_BYTES = 52
 
 def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """One entry of an eager batch: logits, the sampler's work, activations; on a GPU twice: graphs keep a copy."""
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    heads = max((model.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
     activations = (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
     batch = model.vocab_size * SAMPLING_BYTES + activations
     if config.device.startswith("cuda"):
@@ -38,11 +38,13 @@ def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 def mlp_size(model: ModelConfig) -> int:
     """Numbers that the MLP of a layer holds at a time per token, in the largest of the model's layers."""
     moe = model.moe
-    sizes = [3 * model.intermediate_size if model.dense_layers else 0]  # gate and up, product
+    sizes = [3 * model.widest_inner if model.dense_layers else 0]  # gate and up, product
     if moe is not None:
         hidden, inner = model.hidden_size, moe.inner
         # Of every pair: its token with gate and up; these with their product; that with the output; the output twice.
         pairs = moe.top_k * max(hidden + 2 * inner, 3 * inner, inner + hidden, 2 * hidden)
+        if moe.is_beside_mlp:
+            pairs += 3 * hidden  # what the router and the experts read, and the output of the MLP
         sizes.append(pairs + 2 * moe.num_experts + 16 * moe.top_k)  # with fp32 scores, and the order of the pairs
         sizes.append(hidden + 3 * moe.shared_inner)  # with the sum of the chosen
     return max(sizes)
@@ -118,6 +120,8 @@ def _why_not_graph(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"it captures CUDA graphs, and device is {config.device!r}"
     if model.recurrent_layers:
         return f"{model.architecture} has recurrent layers, which are not captured"
+    if model.kv_sources is not None:
+        return f"{model.architecture} has layers that share keys and values, which are not captured"
     weights = config.weights
     if model.moe is None or weights is None or not weights.layers.is_quantized or weights.layers.is_fp8:
         return None

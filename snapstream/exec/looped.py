@@ -8,12 +8,14 @@ what the library allocates, and at most a few percent more.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import num_cores
 from snapstream.exec.executors import Executor, eager_batch_bytes
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
+from snapstream.models.tensors import base_name
 
 # The tensors of layers that are supported; on a GPU without the second line.
 _DENSE_TENSORS = frozenset(
@@ -23,12 +25,15 @@ _DENSE_TENSORS = frozenset(
 _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
+    "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "
+    "mlp_part_norm experts_norm experts_part_norm router_scale expert_scale "
     "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
     "delta_step delta_norm delta_out delta_decay_up delta_gate_up "
     "mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
     "mamba_out_bias".split()
 )
-_MAX_HEAD_DIM = 256
+_MAX_HEAD_DIM = 512
+_MAX_HEAD_DIM_GPU = 256
 MAX_ROWS_GPU = 16  # of a step
 
 
@@ -40,7 +45,7 @@ def why_not_looped_cpu(model: ModelConfig, *, dtype: str, device: str) -> str | 
         return f"dtype is {dtype!r}; the native library computes in float32, over weights of any format"
     if (problem := _unsupported_layers(model, _LOOPED_TENSORS)) is not None or model.latent is not None:
         return problem
-    return _unsupported_heads(model)
+    return _unsupported_heads(model, _MAX_HEAD_DIM)
 
 
 def why_not_looped_ranks(parallel: ParallelConfig) -> str | None:
@@ -56,7 +61,7 @@ def why_not_looped_ranks(parallel: ParallelConfig) -> str | None:
 
 def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why the GPU kernel cannot run an engine's steps; None where it can."""
-    problem = _unsupported_layers(model, _DENSE_TENSORS) or _unsupported_heads(model)
+    problem = _unsupported_layers(model, _DENSE_TENSORS) or _unsupported_heads(model, _MAX_HEAD_DIM_GPU)
     if problem is not None:
         return problem
     if model.rotated_layers is not None:
@@ -67,6 +72,8 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
         return (
             f"{model.architecture} has multipliers, norms, rope or an activation that the GPU kernel does not support"
         )
+    if model.has_value_norm or model.logit_cap is not None:
+        return f"{model.architecture} has norms of values or a cap of logits, which the GPU kernel does not support"
     if model.length_scale is not None:
         return f"{model.architecture} scales queries by position, which the GPU kernel does not support"
     if model.has_attention_gate:
@@ -88,14 +95,16 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
 
 
 def _unsupported_layers(model: ModelConfig, supported: frozenset[str]) -> str | None:
-    if FAMILIES.get(model.architecture).layer is not None or not supported.issuperset(tensor_specs(model)):
+    tensors = map(base_name, tensor_specs(model))
+    if FAMILIES.get(model.architecture).layer is not None or not supported.issuperset(tensors):
         return f"{model.architecture} has layers that it does not support"
     return None
 
 
-def _unsupported_heads(model: ModelConfig) -> str | None:
-    if model.head_dim % 2 or model.head_dim > _MAX_HEAD_DIM:
-        return f"head_dim is {model.head_dim}; it supports even ones up to {_MAX_HEAD_DIM}"
+def _unsupported_heads(model: ModelConfig, most: int) -> str | None:
+    for own in model.all_heads:
+        if own.head_dim % 2 or own.head_dim > most:
+            return f"head_dim is {own.head_dim}; it supports even ones up to {most}"
     return None
 
 
@@ -156,7 +165,7 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     around = config.weights and (config.weights.attention or config.weights.layers)
     if around and around.is_quantized and around.rounds_inputs:
         # the output of attention, to be rounded, or of recurrent layers
-        entry += max(model.num_heads * model.head_dim, _recurrent_sizes(model)[1])
+        entry += max(model.num_heads * model.widest_head, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     sampling = min(num_threads, config.max_rows) * _sampling_bytes(model.vocab_size)
@@ -174,17 +183,28 @@ def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 def _dense_entry(model: ModelConfig, slots: int) -> int:
     heads, latent = model.num_heads, model.latent
-    attended = heads * (model.head_dim if latent is None else max(model.head_dim, latent.value_dim))
+    attended = heads * (model.widest_head if latent is None else max(model.head_dim, latent.value_dim))
     q_rank = 0 if latent is None else latent.q_rank or 0
     inner, outer = _recurrent_sizes(model)
-    widest = max(model.hidden_size, model.intermediate_size, attended, q_rank, outer) + _ALIGN
+    widest = max(model.hidden_size, model.widest_inner, attended, q_rank, outer) + _ALIGN
     gates = heads if model.has_attention_gate else 0
-    projected = max((gates + heads + 2 * model.num_kv_heads) * model.head_dim, inner)
-    parts = heads * -(-slots // _PART_SLOTS) * (2 + model.head_dim)
+    projected = max(inner, *map(partial(_projected, model, gates), range(model.num_layers)))
+    parts = heads * -(-slots // _PART_SLOTS) * (2 + model.widest_head)
     wide = model.hidden_size * (2 if model.norms.has_outputs or model.is_parallel else 1)
-    angles = model.head_dim * (1 if model.window_rope is None else 2)
-    gate_up = (1 + model.has_gate) * model.intermediate_size if model.dense_layers else 0
-    return wide + projected + gate_up + widest + angles + parts
+    angles = model.widest_head * (1 if model.window_rope is None else 2)
+    gate_up = (1 + model.has_gate) * model.widest_inner if model.dense_layers else 0
+    if model.per_layer_dim:
+        wide += _padded(model.hidden_size)  # packed embeddings
+    if model.moe is not None and model.moe.is_beside_mlp:
+        wide += model.hidden_size + _padded(model.hidden_size)  # what the MLP gave, and what the router reads
+    return wide + projected + max(gate_up, 2 * model.per_layer_dim) + widest + angles + parts
+
+
+def _projected(model: ModelConfig, gates: int, layer: int) -> int:
+    """Numbers of a token's heads as one layer projects them."""
+    own, is_shared = model.heads_of(layer), model.source_of(layer) != layer
+    sides = 1 if model.keys_are_values and model.layer_windows[layer] is None else 2
+    return (gates + model.num_heads + (0 if is_shared else sides * own.num_kv_heads)) * own.head_dim
 
 
 def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
@@ -219,9 +239,10 @@ def _scratch(model: ModelConfig) -> int:
     """Of one thread: the largest of its stages."""
     latent, moe = model.latent, model.moe
     if latent is None:
-        shared = model.num_heads // model.num_kv_heads
-        group = shared * model.head_dim
-        attention = group + max(group, shared * (_PART_SLOTS + 2 * _LANES))
+        groups = [(model.num_heads // own.num_kv_heads, own.head_dim) for own in model.all_heads]
+        attention = max(
+            shared * size + max(shared * size, shared * (_PART_SLOTS + 2 * _LANES)) for shared, size in groups
+        )
     else:
         attention = max(_LATENTS_AT_ONCE * (latent.kv_rank + latent.rope_dim + _DOTS), _DOTS * latent.nope_dim)
     net, heads = model.recurrent if model.recurrent_layers else None, 0
@@ -230,7 +251,7 @@ def _scratch(model: ModelConfig) -> int:
         heads += 2 * net.key_dim + net.value_dim + 2 * _LANES if net.gate_rank else 0
     if isinstance(net, Mamba2):
         heads = 2 * net.state_dim + 2 * net.inner // net.groups
-    return max(attention, heads, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
+    return max(attention, heads, model.per_layer_dim, _DOTS * _LANES, 0 if moe is None else 3 * moe.num_experts)
 
 
 def _sampling_bytes(vocab_size: int) -> int:

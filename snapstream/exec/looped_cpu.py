@@ -9,7 +9,8 @@ eager's but for rounding.
 
 from __future__ import annotations
 
-from ctypes import byref
+from collections.abc import Iterator
+from ctypes import addressof, byref
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from snapstream.kernels.cpu.looped.library import (
     FORMATS,
     Draw,
     Latent,
+    LayerParts,
     Library,
     Mixture,
     Model,
@@ -45,17 +47,19 @@ from snapstream.kernels.cpu.looped.library import (
     shared_bytes,
     workspace_floats,
 )
+from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import bias_of_sum, expert_bias_of_sum
 from snapstream.models.matrix import MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.rope import Rope
+from snapstream.models.weights import LayerWeights
 
-_STACKS = ("embed", "qkv", "o", "gate_up", "down")
 _VECTORS = (
-    "input_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "q_norm", "k_norm", "sinks",
+    "input_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "sinks", "per_layer_in_norm",
 )  # fmt: skip
+_BESIDE = ("mlp_part_norm", "experts_norm", "experts_part_norm", "router_scale", "expert_scale")
 
 
 def machine_problem(num_ranks: int) -> str | None:
@@ -79,23 +83,25 @@ def panels_of(decoder: Decoder, role: str) -> PanelMatrix:
 
 def model_of(decoder: Decoder) -> Model:
     """All of a decoder."""
-    config, vectors, group = decoder.shard, decoder.weights.vectors, decoder.group
-    biases = {
-        "qkv": vectors.get("qkv_bias"), "gate_up": vectors.get("gate_up_bias"),
-        "o": bias_of_sum(vectors.get("o_bias"), group), "down": bias_of_sum(vectors.get("down_bias"), group),
-    }  # fmt: skip
+    config, vectors = decoder.shard, decoder.weights.vectors
     multipliers = config.multipliers
-    rope = Rope(config.rope, config.rope_dim, "cpu", multipliers.attention)
+    full_dim = config.rope_dim if config.full_heads is None else config.full_heads.head_dim
+    rope = Rope(config.rope, full_dim, "cpu", multipliers.attention)
     is_dynamic = config.rope.kind == "dynamic"
     own = config.window_rope
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     recurrent, kinds = _recurrent(decoder), _kinds(config)
+    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder))
     model = Model(
-        layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, inner=config.intermediate_size, vocab=config.vocab_size,
+        layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, vocab=config.vocab_size,
+        kv_heads=max(own.num_kv_heads for own in config.all_heads), head_dim=config.widest_head,
+        inner=config.widest_inner, parts=addressof(parts), embed=_stack(decoder, "embed"),
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
-        rotated=config.rope.rotary_dim(config.rope_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
+        rotated=config.rope.rotary_dim(full_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
+        window_rotated=0 if own is None else own.rotary_dim(config.rope_dim), window_head_dim=config.head_dim,
+        full_head_dim=full_dim if config.latent is None else config.head_dim, norms_values=config.has_value_norm,
+        per_layer_dim=config.per_layer_dim, logit_cap=config.logit_cap or 0.0,
         unrotated_scale=multipliers.attention**0.5,
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
         long_frequencies=address(rope.long_frequencies),
@@ -111,13 +117,44 @@ def model_of(decoder: Decoder) -> Model:
         has_attention_gate=config.has_attention_gate, is_parallel=config.is_parallel, is_centered=config.is_centered,
         scaled_from=0 if config.length_scale is None else config.length_scale.original,
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
-        **{role: _stack(decoder, role) for role in _STACKS},
         **{name: address(vectors.get(name)) for name in _VECTORS},
         post_norm=address(vectors.get("post_norm" if config.mlp_layers is None else "input_norm")),
-        **{f"{role}_bias": address(bias) for role, bias in biases.items()},
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated, recurrent, kinds
+    model.kept = rope, window_rope, rotated, recurrent, kinds, parts
     return model
+
+
+def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
+    """Of every layer; a view of a stack's layer lies where the stack does."""
+    config, group = decoder.shard, decoder.group
+    for index in range(config.num_layers):
+        weights, (kv_heads, head_dim) = decoder.weights.layer(index), config.heads_of(index)
+        biases = {
+            "qkv": weights.optional("qkv_bias"), "gate_up": weights.optional("gate_up_bias"),
+            "o": bias_of_sum(weights.optional("o_bias"), group),
+            "down": bias_of_sum(weights.optional("down_bias"), group),
+        }  # fmt: skip
+        stacks = {name: _layer_stack(weights, name) for name in biases}
+        stacks |= {f"per_layer_{name}": _layer_stack(weights, f"per_layer_{name}") for name in ("in", "gate", "out")}
+        scale = 1.0 if config.has_unscaled_scores else head_dim**-0.5
+        yield LayerParts(
+            kv_heads=kv_heads, head_dim=head_dim, inner=config.inner_of(index), source=config.source_of(index),
+            values_are_keys=config.keys_are_values and config.layer_windows[index] is None, score_scale=scale,
+            scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
+            per_layer_table=_layer_stack(weights, "embed_per_layer"),
+            **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
+            **{name: address(weights.optional(name)) for name in ("q_norm", "k_norm", "per_layer_norm")},
+        )  # fmt: skip
+
+
+def _layer_stack(weights: LayerWeights, name: str) -> Stack:
+    """A matrix of a layer; zeros if it has none."""
+    matrix = weights.matrices.get(name)
+    if matrix is None or len(matrix.shape) != 2:
+        return Stack()
+    if not isinstance(matrix, PanelMatrix):
+        raise ValueError(f"executor 'looped' reads weights in panels, and {name} is stored row by row")
+    return matrix.stack
 
 
 def _kinds(config: ModelConfig) -> Tensor:
@@ -153,7 +190,7 @@ def _mixture(decoder: Decoder) -> Mixture:
         first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
         gate_up_bias=address(vectors.get("experts_gate_up_bias")),
         down_bias=address(expert_bias_of_sum(moe, vectors.get("experts_down_bias"), decoder.group)),
-        limit=limit, alpha=alpha,
+        limit=limit, alpha=alpha, **{name: address(vectors.get(name)) for name in _BESIDE},
     )  # fmt: skip
 
 
@@ -405,25 +442,44 @@ def _rows(parts: StepParts) -> RowTable:
     cache, state = parts.cache, parts.rows
     queries = None if parts.queries is None else parts.queries.buffer
     heads, slots = cache.heads, None if cache.heads is None else cache.heads.slots
-    windows = [own.num_tokens if isinstance(own, Window) else 0 for own in cache.spec.layers]
+    sources = [cache.spec.source(layer) for layer in range(cache.spec.num_layers)]
+    layers = [cache.spec.layers[source] for source in sources]
+    windows = [own.num_tokens if isinstance(own, Window) else 0 for own in layers]
+    slots_of_layers = [cache.layer_slots[source] for source in sources]
     states = [cache.state(layer) if isinstance(own, State) else {} for layer, own in enumerate(cache.spec.layers)]
     memories = [[0 if name not in own else address(own[name]) for own in states] for name in ("inputs", "memory")]
-    layers = torch.tensor([cache.layer_starts[:-1], cache.layer_slots, windows, *memories])  # [5, L]
+    stored = zip(*(_stored(cache, source) for source in sources), strict=True)
+    tables = torch.tensor([slots_of_layers, windows, *memories, *stored])  # [8, L]
+    scales = None if cache.k_scale is None else tables[6], None if cache.v_scale is None else tables[7]
     table = RowTable(
         last_token=address(state.last_token), num_tokens=address(state.num_tokens),
         next_position=address(state.next_position), ring_start=address(state.ring_start),
-        capacity=address(state.capacity), num_sampled=address(parts.sampling.num_sampled), keys=address(cache.k),
-        values=None if cache.spec.values_are_keys else address(cache.v),
-        key_scales=address(cache.k_scale), value_scales=address(cache.v_scale),
+        capacity=address(state.capacity), num_sampled=address(parts.sampling.num_sampled),
+        keys=address(tables[4]), values=address(tables[5]), key_scales=address(scales[0]),
+        value_scales=address(scales[1]),
         queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
         head_starts=address(None if heads is None else heads.starts),
         head_ends=address(None if heads is None else heads.ends),
         head_behind=address(None if heads is None else heads.behind),
         row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
-        layer_starts=address(layers[0]), layer_slots=address(layers[1]), windows=address(layers[2]),
-        conv_inputs=address(layers[3]), memories=address(layers[4]),
+        layer_slots=address(tables[0]), windows=address(tables[1]), conv_inputs=address(tables[2]),
+        memories=address(tables[3]),
         num_rows=cache.num_rows + 1, slots=max(cache.layer_slots) if slots is None else slots.widest.capacity,
         key_format=FORMATS[cache.encodings[0].format.name], value_format=FORMATS[cache.encodings[1].format.name],
     )  # fmt: skip
-    table.kept = layers
+    table.kept = tables
     return table
+
+
+def _stored(cache: KVCache, layer: int) -> list[int]:
+    """Addresses of a layer's keys, values and their scales, 0 for what it has not; with per-head budgets those of
+    all rows, but of scales by head.
+    """
+    rows = cache.layer(layer)
+    scales = [cache.k_scale, cache.v_scale] if cache.heads is not None else list(rows.scales)
+    if cache.heads is not None:
+        by_head = [encoding.format.scales == "head" for encoding in cache.encodings]
+        scales = [
+            own[layer] if is_own and own is not None else own for own, is_own in zip(scales, by_head, strict=True)
+        ]
+    return [0 if own is None else own.data_ptr() for own in (rows.k, rows.v, *scales)]

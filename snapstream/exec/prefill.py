@@ -25,6 +25,7 @@ from snapstream.kernels.memory import upload
 from snapstream.kv import layout
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import all_kept, kept_positions, write_rows
+from snapstream.kv.spec import Shared, State
 from snapstream.models.decoder import Decoder
 from snapstream.models.prefill import LayerPass, PassTokens
 from snapstream.models.views import StagingBuffers
@@ -284,12 +285,17 @@ class PrefillJob:
         self._pass.run_unit(unit)
 
     def _restore(self, layer: int) -> None:
+        if self._mover is None or isinstance(self._writer.cache.spec.layers[layer], State):
+            return
         for index, prompt in enumerate(self.prompts):
-            if self._mover is not None:
-                self._mover.place(self.spec, prompt.entry, layer, *self._pass.staged(index))
+            self._mover.place(self.spec, prompt.entry, layer, *self._pass.staged(index, layer))
 
     def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
         own = self.prompts[prompt]
+        if isinstance(self._writer.cache.spec.layers[layer], Shared):  # the source has written its row
+            if own.entry.is_sent:
+                self._send(layer, own.entry)
+            return
         if self._mover is not None:
             self._mover.save(self.spec, own.entry, layer, keys, values)
         own.compress_time.start()

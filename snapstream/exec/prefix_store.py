@@ -24,7 +24,7 @@ from torch import Tensor
 
 from snapstream.kv.cache import KVCache
 from snapstream.kv.prefix_store import PrefixBlocks
-from snapstream.kv.spec import State
+from snapstream.kv.spec import Full
 from snapstream.step import JobSpec, PrefillEntry, PrefixMoves, SavedRow
 
 Mark = Any  # a point in a stream
@@ -100,7 +100,8 @@ class PrefixMover:
     def place(self, job: JobSpec, entry: PrefillEntry, layer: int, keys: Tensor, values: Tensor) -> None:
         """Copy the cached blocks of a layer of a prompt into staging."""
         moves = entry.prefix
-        if moves is None or isinstance(self.blocks.spec.layers[layer], State):  # states: ``exec/prefill.py``
+        # States: ``exec/prefill.py``. Shared keys and values are those that the source's layer has restored.
+        if moves is None or not isinstance(self.blocks.spec.layers[layer], Full):
             return
         for own, block in zip(_pieces(moves, 0, len(moves.restored)), moves.restored, strict=True):
             stored_keys, stored_values = self.blocks.layer(block, layer)
@@ -123,7 +124,7 @@ class PrefixMover:
 def save_row(blocks: PrefixBlocks, cache: KVCache, saved: SavedRow) -> None:
     """Fill blocks from a row in the staging dtype that has evicted nothing: token ``p`` is in slot ``p``."""
     moves, (row,) = saved.moves, cache.local_rows((saved.row,))
-    for layer in range(cache.spec.num_layers):
+    for layer in cache.spec.slot_layer_indices:
         stored = [cache.slots(own, layer, row) for own in (cache.k, cache.v)]  # [G, C, E]
         for own, block in zip(_pieces(moves, moves.first_saved, len(moves.saved)), moves.saved, strict=True):
             for filled, slots in zip(blocks.layer(block, layer), stored, strict=True):
@@ -198,7 +199,7 @@ class DeviceMover(PrefixMover):
 
         def copy_out() -> None:
             for place, block in enumerate(moves.saved, start=first):
-                self.blocks.whole(block)[layer].copy_(self.bounce[place], non_blocking=True)
+                self.blocks.piece(block, layer).copy_(self.bounce[place], non_blocking=True)
 
         copies.saved = self._side.run(copy_out, self._side.now())
 
@@ -214,7 +215,7 @@ class DeviceMover(PrefixMover):
     def _load(self, moves: PrefixMoves, copies: _Copies, layer: int) -> Mark:
         def copy_in() -> None:
             for place, block in enumerate(moves.restored, start=copies.first_place):
-                self.bounce[place].copy_(self.blocks.whole(block)[layer], non_blocking=True)
+                self.bounce[place].copy_(self.blocks.piece(block, layer), non_blocking=True)
 
         return self._side.run(copy_in, self._side.now())
 

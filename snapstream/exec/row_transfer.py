@@ -3,7 +3,8 @@
     of each kv head:  K scale | V scale | scores [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
 
 Scales only in formats that have them, ``[n]`` if per slot; scores if rows are re-selected; values unless they are part
-of the keys. A recurrent layer is sent as its state, tensor after tensor, on a single device. Invariant: ``place`` after
+of the keys. A recurrent layer is sent as its state, tensor after tensor, on a single device; a layer that shares the
+slots of another as nothing. Invariant: ``place`` after
 ``take`` copies the first row bit for bit, whatever the number of ranks of either engine: whole rows are sent. With
 tensor parallelism the ranks gather and scatter kv heads, with data-parallel attention the owner of a row broadcasts it;
 all ranks must make the same calls in the same order.
@@ -22,6 +23,7 @@ from snapstream.exec.reselection import Reselector
 from snapstream.exec.results import Arriving
 from snapstream.kv import layout
 from snapstream.kv.cache import KVCache
+from snapstream.kv.spec import Full, Shared
 from snapstream.models.decoder import Decoder
 from snapstream.step import KVReceived, PrefillEntry
 
@@ -43,6 +45,8 @@ class RowParts:
         budgets ``[1, B]``.
         """
         partition = self._cache.partition
+        if isinstance(self._cache.spec.layers[layer], Shared):
+            return torch.empty(1, 0, dtype=torch.uint8)
         if partition is None:
             return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), 0)
         row = next(iter(partition.local_rows(entry.rows[:1])), self._cache.padding_row)
@@ -52,16 +56,20 @@ class RowParts:
         """Write a layer to each of the entry's rows; rank 0 has ``part``, with all kv heads."""
         device, some_row = self._cache.k.device, self._cache.padding_row
         num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of local heads
-        shape = (self._num_heads, num_bytes // (self._local_heads.stop - self._local_heads.start))
-        if not num_bytes:
+        own = self._cache.spec.layers[layer]
+        if not num_bytes or isinstance(own, Shared):
             return
+        num_heads, local_heads = self._num_heads, self._local_heads
+        if self._cache.spec.is_uneven and isinstance(own, Full):  # on one rank
+            num_heads, local_heads = own.num_kv_heads, slice(own.num_kv_heads)
+        shape = (num_heads, num_bytes // len(range(*local_heads.indices(num_heads))))
         if self._cache.state(layer):
             shape = (1, num_bytes)
         if part is None:
             data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
         else:
             data = torch.frombuffer(part, dtype=torch.uint8).view(shape).to(device)
-        data = self._group.broadcast(data, 0)[self._local_heads]
+        data = self._group.broadcast(data, 0)[local_heads]
         for row in self._cache.local_rows(entry.rows):
             start = 0
             if self._scores is not None:

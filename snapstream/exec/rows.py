@@ -66,11 +66,12 @@ class Rows:
         """
         fed, capacity = self.num_tokens[rows] + ahead, self.capacity[rows]
         places = RowPlaces(rows, slots_of(fed, self.ring_start[rows], capacity), torch.minimum(fed + 1, capacity))
-        windows = {layer.num_tokens for layer in spec.layers if isinstance(layer, Window)}
+        layers = [spec.layers[spec.source(index)] for index in range(spec.num_layers)]
+        windows = {layer.num_tokens for layer in layers if isinstance(layer, Window)}
         if not windows:
             return [places] * spec.num_layers
         rings = {size: RowPlaces(rows, fed.remainder(size), (fed + 1).clamp(max=size)) for size in windows}
-        return [rings[layer.num_tokens] if isinstance(layer, Window) else places for layer in spec.layers]
+        return [rings[layer.num_tokens] if isinstance(layer, Window) else places for layer in layers]
 
     def advance(self, rows: Tensor, tokens: Tensor) -> None:
         """A decode step has sampled ``tokens [B]`` for ``rows [B]``."""

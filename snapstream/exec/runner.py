@@ -364,8 +364,9 @@ class ModelRunner:
         """Of all kv heads of the model."""
         if self.config.heads is not None:
             return self.config.heads.budgets
-        heads = self._whole_spec.num_kv_heads
-        return tuple((own,) * heads for own in self._whole_spec.budgets(entry.budget))
+        spec = self._whole_spec
+        heads = (spec.slots_of(layer).num_kv_heads for layer in spec.slot_layer_indices)
+        return tuple((own,) * count for own, count in zip(spec.budgets(entry.budget), heads, strict=True))
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
         """Log-probability of every prompt token after the first, from the uncompressed prefill."""

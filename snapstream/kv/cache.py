@@ -4,7 +4,8 @@ If all layers have the same number of slots, K and V are ``[L, rows+1, G, C, E]`
 ``[slots of all rows, E]``:
 
 - with sliding windows each layer is one block ``[rows+1, G, C, E]`` with that layer's C; a layer with a recurrent
-  state has no slots, and its tensors are apart (``KVCache.state``);
+  state has no slots, and its tensors are apart (``KVCache.state``); where layers differ in G or E too, K and V are
+  ``[elements of all rows]``, and a layer that shares the slots of another has none of its own;
 - with per-head budgets (``HeadSlots``) a row is one run of slots, head after head, and a head's address is the index of
   its first slot among those of all rows. Kernels compute ``row * stride``: over a view with a stride of one slot the
   address *is* the row index, so each head looks like a row with one kv head (``head_rows``). Rows of that view overlap;
@@ -26,7 +27,8 @@ With data-parallel attention, row ``n`` of the engine is stored on rank ``n mod 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -39,7 +41,7 @@ from snapstream.kernels.formats import ENCODINGS, Encoding
 from snapstream.kernels.interface import Kernels, RowPlaces, bind
 from snapstream.kernels.reference import gather_tokens
 from snapstream.kernels.rows import LayerRows
-from snapstream.kv.spec import KVSpec, State
+from snapstream.kv.spec import Full, KVSpec, LayerCache, State
 
 
 class BatchShard(NamedTuple):
@@ -193,28 +195,40 @@ class KVCache:
         self.encodings = key_encoding, value_encoding = tuple(ENCODINGS[form.name] for form in spec.formats)
         # Slots per kv head by layer, and the first slot of each layer's block; unused with per-head budgets.
         self.layer_slots = [layer.num_slots(capacity) for layer in spec.layers]
-        sizes = [(num_rows + 1) * spec.num_kv_heads * num_slots for num_slots in self.layer_slots]
+        self._layer_heads = [layer.num_kv_heads if isinstance(layer, Full) else 0 for layer in spec.layers]  # G
+        sizes = [(num_rows + 1) * own * num for own, num in zip(self._layer_heads, self.layer_slots, strict=True)]
         self.layer_starts = list(accumulate(sizes, initial=0))
         slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, self.layer_slots[0])
-        self._has_blocks = len(set(self.layer_slots)) > 1
+        self._has_blocks = len(set(self.layer_slots)) > 1 or spec.is_uneven
         if heads is not None:
             slots = ((num_rows + 1) * heads.row_slots,)
         elif self._has_blocks:
             slots = (self.layer_starts[-1],)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: rows begin as zeros.
-        self.k = _slots(key_encoding, slots, spec.key_dim, device)  # [L, rows+1, G, C, E]
+        if spec.is_uneven:
+            self._widths = [[encoding.width(dim) for dim in dims] for encoding, dims in zip(
+                self.encodings, zip(*map(_dims, spec.layers), strict=True), strict=True
+            )]  # fmt: skip
+            self.k, self.v = (
+                _zeros((sum(map(mul, sizes, own)),), encoding.dtype, torch.device(device))
+                for encoding, own in zip(self.encodings, self._widths, strict=True)
+            )
+        else:
+            self.k = _slots(key_encoding, slots, spec.key_dim, device)  # [L, rows+1, G, C, E]
         self.k_scale = self._scales(key_encoding, slots, device)  # [L, rows+1, G] fp32; per slot: as k without E
         if spec.values_are_keys:
             self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
         else:
-            self.v = _slots(value_encoding, slots, spec.value_dim, device)  # [L, rows+1, G, C, E']
+            if not spec.is_uneven:
+                self.v = _slots(value_encoding, slots, spec.value_dim, device)  # [L, rows+1, G, C, E']
             self.v_scale = self._scales(value_encoding, slots, device)
         self._kernel_kv, self._kernel_scales = (self.k, self.v), (self.k_scale, self.v_scale)
         if heads is not None:
             widest = heads.widest.capacity
             self._kernel_kv = head_rows(self.k, widest), head_rows(self.v, widest)
             self._kernel_scales = _slot_scales(self.k_scale, widest), _slot_scales(self.v_scale, widest)
-        self._blocks = [self._block_rows(layer) for layer in range(spec.num_layers)] if self._has_blocks else []
+        layers = map(spec.source, range(spec.num_layers))
+        self._blocks = [self._block_rows(layer) for layer in layers] if self._has_blocks else []
         self._states = [
             {name: _zeros((num_rows + 1, *shape), torch.float32, torch.device(device)) for name, shape in layer.shapes}
             if isinstance(layer, State)
@@ -240,16 +254,23 @@ class KVCache:
             stored[list(rows)] = stored[source].clone()
 
     def _block(self, stored: Tensor, layer: int) -> Tensor:
-        """View ``[rows+1, G, C, ...]`` of a layer; ``stored`` has an entry per slot of all rows."""
+        """View ``[rows+1, G, C, ...]`` of a layer; ``stored``: ``k``, ``v``, or an entry per slot of all rows."""
+        shape = (self.num_rows + 1, self._layer_heads[layer], self.layer_slots[layer])
+        if self.spec.is_uneven and (stored is self.k or stored is self.v):
+            widths = self._widths[0 if stored is self.k else 1]
+            counts = [stop - start for start, stop in pairwise(self.layer_starts)]
+            first = sum(map(mul, counts[:layer], widths))
+            return stored[first : first + counts[layer] * widths[layer]].view(*shape, widths[layer])
         block = stored[self.layer_starts[layer] : self.layer_starts[layer + 1]]
-        heads, slots = self.spec.num_kv_heads, self.layer_slots[layer]
-        return block.view(self.num_rows + 1, heads, slots, *stored.shape[1:])
+        return block.view(*shape, *stored.shape[1:])
 
     def _block_rows(self, layer: int) -> LayerRows:
         def scales(stored: Tensor | None, encoding: Encoding) -> Tensor | None:
             if stored is None:
                 return None
-            return stored[layer, None] if encoding.format.scales == "head" else self._block(stored, layer)[None]
+            if encoding.format.scales == "head":
+                return stored[layer, None, :, : self._layer_heads[layer]]
+            return self._block(stored, layer)[None]
 
         keys, values = (self._block(stored, layer)[None] for stored in (self.k, self.v))
         k_scale, v_scale = map(scales, (self.k_scale, self.v_scale), self.encodings)
@@ -259,7 +280,7 @@ class KVCache:
         """All kv heads of a layer, in order; ``budget`` is the row's, ignored with per-head budgets."""
         if self.heads is None:
             cache = self.spec.layers[layer]
-            return () if isinstance(cache, State) else (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),)
+            return (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),) if isinstance(cache, Full) else ()
         return self.heads.spans[layer]
 
     def score_kernels(self, layer: int, span: HeadSpan | None = None, kernels: Kernels | None = None) -> Kernels:
@@ -292,7 +313,7 @@ class KVCache:
             if scale is not None and encoding.format.scales == "slot":
                 scale = self.slots(scale, layer, row, span)
             elif scale is not None:
-                scale = scale[layer, row] if span is None else scale[layer, row, span.heads]
+                scale = scale[layer, row, slice(self._layer_heads[layer]) if span is None else span.heads]
             found.append((self.slots(stored, layer, row, span), scale))
         return found[:1] if self.spec.values_are_keys else found
 
@@ -387,6 +408,11 @@ class KVCache:
             case "head":
                 return torch.ones(self.spec.num_layers, self.num_rows + 1, self.spec.num_kv_heads, device=device)
         return None
+
+
+def _dims(layer: LayerCache) -> tuple[int, int]:
+    """Numbers of a key and of a value of a layer; zeros without slots."""
+    return (layer.key_dim, layer.value_dim) if isinstance(layer, Full) else (0, 0)
 
 
 def _slot_scales(scales: Tensor | None, num_slots: int) -> Tensor | None:

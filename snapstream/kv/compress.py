@@ -145,15 +145,15 @@ def of_all_heads(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int, grou
 def packed_bits(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int) -> Tensor:
     """One bit per layer, kv head and prompt token, over all regions: ``[L, G, ceil(N / 8)]`` uint8.
 
-    ``kept``: per layer ``[n]``, at least one layer.
+    ``kept``: per layer ``[n]``, at least one layer. Of layers with fewer heads the last ones are zeros.
     """
     width = -(-prompt_len // 8)  # bytes of a head
-    device, num_heads = kept[0].device, len(budgets[0])
+    device, num_heads = kept[0].device, max(map(len, budgets))
     weights = torch.arange(8, device=device).exp2().to(torch.uint8)  # 1, 2, 4 ... 128
     packed = torch.empty(len(kept), num_heads, width, dtype=torch.uint8, device=device)  # [L, G, ceil(N / 8)]
     for layer, index in enumerate(kept):  # a mask has a byte per token: one layer at a time
         mask = torch.zeros(num_heads, width * 8, dtype=torch.uint8, device=device)  # [G, N']
-        for head, positions in zip(mask, index.split(_visible(budgets[layer], prompt_len)), strict=True):
+        for head, positions in zip(mask, index.split(_visible(budgets[layer], prompt_len)), strict=False):
             head.scatter_(0, positions, 1)
         packed[layer] = (mask.view(num_heads, width, 8) * weights).sum(dim=2, dtype=torch.uint8)
     return packed

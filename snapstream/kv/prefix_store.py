@@ -22,6 +22,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from math import prod
 from threading import Lock
 
@@ -32,7 +33,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from snapstream.kv.prefix_folder import PrefixFolder
-from snapstream.kv.spec import KVSpec, State
+from snapstream.kv.spec import Full, KVSpec, Latent, State
 from snapstream.step import StoredBlock
 from snapstream.types import NAMESPACE_BORDER
 
@@ -53,13 +54,14 @@ class PrefixBlocks:
     ) -> None:
         """``num_snapshots`` of the states of recurrent layers are kept beside the blocks."""
         self.spec, self.num_blocks, self.block_len = spec, num_blocks, block_len
-        self._places = {layer: place for place, layer in enumerate(spec.slot_layer_indices)}  # in a block
         self._snapshots: dict[int, Tensor] = {}  # by number, allocated on first use: fp32, layer after layer
         self._num_snapshots = num_snapshots
         self._pins = pins
         self._per_slab = min(max(SLAB_BYTES // (block_len * spec.prefix_token_bytes), 1), num_blocks)
         self._lock = Lock()
-        self._slabs: dict[int, Tensor] = {}  # [blocks, L, elements of a block in a layer]
+        self._slabs: dict[int, Tensor] = {}  # [blocks, elements of a block], layer after layer
+        sizes = (block_len * own.token_size if isinstance(own, Full) else 0 for own in spec.layers)
+        self._starts = list(accumulate(sizes, initial=0))  # of each layer in a block
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +69,7 @@ class PrefixBlocks:
         return sum(slab.nbytes for slab in self._slabs.values()) + len(self._snapshots) * self.spec.state_bytes
 
     def whole(self, block: int) -> Tensor:
-        """All layers of a block, ``[L, elements]``."""
+        """All layers of a block, ``[elements]``."""
         index, place = divmod(block, self._per_slab)
         with self._lock:  # the reader thread fills blocks too
             if index not in self._slabs:
@@ -75,16 +77,18 @@ class PrefixBlocks:
         return self._slabs[index][place]
 
     def _new_slab(self, index: int) -> Tensor:
-        size = (
-            min(self._per_slab, self.num_blocks - index * self._per_slab),
-            self.spec.num_slot_layers,
-            self.block_len * self.spec.token_size,
-        )
+        size = min(self._per_slab, self.num_blocks - index * self._per_slab), self._starts[-1]
         return torch.empty(size, dtype=getattr(torch, self.spec.dtype), pin_memory=self._pins)
+
+    def piece(self, block: int, layer: int) -> Tensor:
+        """One layer of a block, ``[elements]``; none if it has no slots of its own."""
+        return self.whole(block)[self._starts[layer] : self._starts[layer + 1]]
 
     def layer(self, block: int, layer: int) -> tuple[Tensor, Tensor | None]:
         """Keys ``[G, block_len, E]`` and values ``[G, block_len, E']`` of a block; None if keys hold the values."""
-        return split(self.spec, self.whole(block)[self._places[layer]], self.block_len)
+        own = self.spec.layers[layer]
+        assert isinstance(own, Full)
+        return split(own, self.piece(block, layer), self.block_len)
 
     def snapshot(self, number: int) -> Tensor:
         """The states of all recurrent layers in a snapshot, fp32 one after the other."""
@@ -106,16 +110,16 @@ class PrefixBlocks:
         return {name: part.view(shape) for (name, shape), part in zip(own.shapes, parts, strict=True)}
 
 
-def split(spec: KVSpec, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+def split(layer: Full, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:
     """One layer of ``num_tokens`` tokens as keys ``[G, n, E]`` and values ``[G, n, E']``; None if keys hold them."""
-    num_keys = num_tokens * spec.key_size
-    keys = piece[:num_keys].view(spec.num_kv_heads, num_tokens, spec.key_dim)
-    if spec.values_are_keys:
+    num_keys = num_tokens * layer.key_size
+    keys = piece[:num_keys].view(layer.num_kv_heads, num_tokens, layer.key_dim)
+    if isinstance(layer, Latent):
         return keys, None
-    return keys, piece[num_keys:].view(spec.num_kv_heads, num_tokens, spec.value_dim)
+    return keys, piece[num_keys:].view(layer.num_kv_heads, num_tokens, layer.value_dim)
 
 
-FORMAT = "1"
+FORMAT = "2"
 SUFFIX, SNAPSHOT_SUFFIX, PARTIAL = ".safetensors", ".state.safetensors", ".partial"
 _HASH_BYTES = 20
 _HEX = f"[0-9a-f]{{{2 * _HASH_BYTES}}}"

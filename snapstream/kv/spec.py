@@ -4,6 +4,7 @@ A row is the sum of its layers' caches. ``Full`` layers hold the slots of the ro
 (sliding-window attention) hold a ring of the last tokens, all that the model attends to. ``Latent`` layers (DeepSeek)
 hold one latent per slot for all heads; its first ``value_dim`` elements are the value. ``State`` layers (recurrent
 layers, short convolutions) hold tensors of constant size and no slots; layers without attention or recurrence none.
+``Shared`` layers (Gemma 3n, 4) hold nothing: they attend to the slots of an earlier layer.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ class Full:
         """Slots of each kv head of this layer in a row with ``row_budget``."""
         return row_budget
 
+    @property
+    def key_size(self) -> int:
+        """Elements of one token's keys."""
+        return self.num_kv_heads * self.key_dim
+
+    @property
+    def token_size(self) -> int:
+        """Elements that are cached per token."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
     def num_slots(self, capacity: int) -> int:
         """Slots of each kv head in a row of ``capacity`` slots."""
         return self.budget(KVBudget.full(capacity)).capacity
@@ -61,6 +72,11 @@ class Latent(Full):
 
     expanded_dim: int = 0  # elements of an expanded key or value per query head, in staging
 
+    @property
+    def token_size(self) -> int:
+        """Elements that are cached per token: values are among the keys."""
+        return self.key_size
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
@@ -78,7 +94,18 @@ class State:
         return 4 * sum(prod(shape) for _, shape in self.shapes)
 
 
-LayerCache = Full | Window | Latent | State
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """Nothing: the layer attends to the keys and values of layer ``source``."""
+
+    source: int
+
+    def num_slots(self, capacity: int) -> int:
+        """None of its own."""
+        return 0
+
+
+LayerCache = Full | Window | Latent | State | Shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +119,9 @@ class KVSpec:
 
     def __post_init__(self) -> None:
         with_slots = self._slot_layers
-        sizes = {(layer.num_kv_heads, layer.key_dim, layer.value_dim, type(layer) is Latent) for layer in with_slots}
-        check(len(sizes) == 1, f"layers whose keys and values differ in size are not supported: {sorted(sizes)}")
+        has_latents = {isinstance(layer, Latent) for layer in with_slots}
+        check(len(has_latents) == 1, "latents beside keys and values, or a model without any, are not supported")
+        check(not has_latents.pop() or len(self._sizes) == 1, f"latents of several sizes: {sorted(self._sizes)}")
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
@@ -122,6 +150,54 @@ class KVSpec:
     def _slot_layers(self) -> tuple[Full, ...]:
         return tuple(layer for layer in self.layers if isinstance(layer, Full))
 
+    @cached_property
+    def _sizes(self) -> frozenset[tuple[int, int, int]]:
+        return frozenset((layer.num_kv_heads, layer.key_dim, layer.value_dim) for layer in self._slot_layers)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether layers differ in the size of their heads, or share keys and values."""
+        return len(self._sizes) > 1 or any(isinstance(layer, Shared) for layer in self.layers)
+
+    def source(self, layer: int) -> int:
+        """The layer whose slots a layer attends to."""
+        own = self.layers[layer]
+        return own.source if isinstance(own, Shared) else layer
+
+    def slots_of(self, layer: int) -> Full:
+        """The cache that a layer with slots, or that shares those of another, attends to."""
+        found = self.layers[self.source(layer)]
+        assert isinstance(found, Full)
+        return found
+
+    @cached_property
+    def staging_places(self) -> tuple[int, ...]:
+        """By layer, the first one with whose staging buffer it is staged. Layers of one size are staged one after the
+        other in one buffer; those whose keys and values are shared have their own, since these are read again. Layers
+        with states are staged nowhere.
+        """
+        shared = {layer.source for layer in self.layers if isinstance(layer, Shared)}
+        first: dict[tuple[int, ...], int] = {}
+        places = []
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, State):
+                places.append(-1)
+                continue
+            own = self.slots_of(index)
+            size = own.num_kv_heads, own.key_dim, own.value_dim
+            key = (*size, self.source(index)) if self.source(index) in shared else size
+            places.append(first.setdefault(key, index))
+        return tuple(places)
+
+    @property
+    def num_prefill_layers(self) -> int:
+        """Layers up to the last that keeps anything: of a prompt the others compute its last token alone."""
+        return 1 + max(index for index, layer in enumerate(self.layers) if not isinstance(layer, Shared))
+
+    @property
+    def _staged_layers(self) -> tuple[Full, ...]:
+        return tuple(self.slots_of(index) for index in sorted(set(self.staging_places) - {-1}))
+
     @property
     def slot_layer_indices(self) -> tuple[int, ...]:
         """Indices of the layers that have slots, ascending."""
@@ -129,13 +205,13 @@ class KVSpec:
 
     @property
     def num_slot_layers(self) -> int:
-        """Layers that have slots: all but those with states."""
+        """Layers that have slots: all but those with states, and those that share others' slots."""
         return len(self._slot_layers)
 
     @property
     def has_states(self) -> bool:
         """Whether any layer has a recurrent state."""
-        return self.num_slot_layers < self.num_layers
+        return any(isinstance(layer, State) for layer in self.layers)
 
     @property
     def state_bytes(self) -> int:
@@ -144,18 +220,18 @@ class KVSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """G."""
-        return self._slot_layers[0].num_kv_heads
+        """G; where layers differ, the most."""
+        return max(layer.num_kv_heads for layer in self._slot_layers)
 
     @property
     def key_dim(self) -> int:
-        """Elements of a key or query per head."""
-        return self._slot_layers[0].key_dim
+        """Elements of a key or query per head; where layers differ, the most."""
+        return max(layer.key_dim for layer in self._slot_layers)
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value per kv head."""
-        return self._slot_layers[0].value_dim
+        """Elements of a value per kv head; where layers differ, the most."""
+        return max(layer.value_dim for layer in self._slot_layers)
 
     @property
     def values_are_keys(self) -> bool:
@@ -179,13 +255,18 @@ class KVSpec:
 
     @property
     def token_size(self) -> int:
-        """Elements that one layer caches per token."""
-        return self.num_kv_heads * (self.key_dim + (0 if self.values_are_keys else self.value_dim))
+        """Elements that one layer caches per token; where layers differ, the most."""
+        return max(layer.token_size for layer in self._slot_layers)
 
     @property
     def key_size(self) -> int:
-        """Elements of one token's keys in one layer."""
-        return self.num_kv_heads * self.key_dim
+        """Elements of one token's keys in one layer; where layers differ, the most."""
+        return max(layer.key_size for layer in self._slot_layers)
+
+    @property
+    def stored_size(self) -> int:
+        """Elements that all layers cache per token."""
+        return sum(layer.token_size for layer in self._slot_layers)
 
     @property
     def number_bytes(self) -> int:
@@ -197,29 +278,34 @@ class KVSpec:
         """How rows store K and V."""
         return row_formats(self.dtype, self.kv_dtype)
 
-    def slot_bytes(self) -> int:
-        """Bytes of one token in one layer of a row, including per-slot scales."""
-        sizes = self.key_size, self.token_size - self.key_size
+    def slot_bytes(self, layer: Full | None = None) -> int:
+        """Bytes of one token in one layer of a row, by default the first with slots, including per-slot scales."""
+        layer = layer or self._slot_layers[0]
+        sizes = layer.key_size, layer.token_size - layer.key_size
         numbers = (form.num_bytes(size) for form, size in zip(self.formats, sizes, strict=True))
-        return sum(numbers) + self._scales_bytes("slot")
+        return sum(numbers) + self._scales_bytes("slot", layer.num_kv_heads)
 
     def token_bytes(self) -> int:
         """Bytes of one token in all layers of a row."""
-        return self.num_slot_layers * self.slot_bytes()
+        return sum(map(self.slot_bytes, self._slot_layers))
 
     def scale_bytes(self) -> int:
         """Bytes of a row's per-head scales; 0 for formats without."""
-        return self.num_layers * self._scales_bytes("head")
+        return self.num_layers * self.head_scale_bytes(self.num_kv_heads)
 
-    def _scales_bytes(self, kind: str) -> int:
+    def head_scale_bytes(self, num_kv_heads: int) -> int:
+        """Bytes of the per-head scales of so many heads of a layer."""
+        return self._scales_bytes("head", num_kv_heads)
+
+    def _scales_bytes(self, kind: str, num_kv_heads: int) -> int:
         """One scale per kv head of one layer, for each of K and V whose format has scales of that kind."""
         stored = self.formats[: 1 if self.values_are_keys else 2]
-        return sum(form.scales == kind for form in stored) * self.num_kv_heads * SCALE_BYTES
+        return sum(form.scales == kind for form in stored) * num_kv_heads * SCALE_BYTES
 
     def row_bytes(self, capacity: int) -> int:
         """Bytes of a row of ``capacity`` slots, including windows, scales and states."""
-        slots = sum(layer.num_slots(capacity) for layer in self.layers)
-        return slots * self.slot_bytes() + self.scale_bytes() + self.state_bytes
+        slots = sum(layer.num_slots(capacity) * self.slot_bytes(layer) for layer in self._slot_layers)
+        return slots + self.scale_bytes() + self.state_bytes
 
     def max_slots(self, capacity: int) -> int:
         """Most slots per kv head of any layer in a row of ``capacity`` slots."""
@@ -227,19 +313,29 @@ class KVSpec:
 
     def visible_slots(self, row_slots: int, num_tokens: int) -> int:
         """Slots per kv head that attention reads after ``num_tokens`` tokens, summed over layers: ``row_slots`` in each
-        layer to which the row's budget applies.
+        layer to which the row's budget applies. Slots that layers share count once.
         """
-        return sum(
-            min(num_tokens, layer.num_tokens) if isinstance(layer, Window) else row_slots for layer in self._slot_layers
-        )
+        return sum(_visible(layer, row_slots, num_tokens) for layer in self._slot_layers)
+
+    def pair_flop(self, layer: int) -> int:
+        """Products of all query heads with one cached token of a layer, and with its value."""
+        own = self.slots_of(layer)
+        return 2 * self.num_heads * (own.key_dim + own.value_dim)
+
+    def attention_flop(self, row_slots: int, num_tokens: int) -> int:
+        """Products of one token's attention in all layers, see ``visible_slots``."""
+        layers = (index for index, layer in enumerate(self.layers) if not isinstance(layer, State))
+        return sum(_visible(self.slots_of(at), row_slots, num_tokens) * self.pair_flop(at) for at in layers)
 
     def visible_bytes(self, row_slots: int, num_tokens: int) -> int:
         """Bytes of ``visible_slots`` for all heads, and of the row's scales and states."""
-        slots = self.visible_slots(row_slots, num_tokens)
-        return slots * self.slot_bytes() + self.scale_bytes() + self.state_bytes
+        slots = (_visible(layer, row_slots, num_tokens) * self.slot_bytes(layer) for layer in self._slot_layers)
+        return sum(slots) + self.scale_bytes() + self.state_bytes
 
     def layer_bytes(self, num_tokens: int) -> int:
-        """Bytes of ``num_tokens`` tokens of one layer in the staging dtype, without expanded keys and values."""
+        """Bytes of ``num_tokens`` tokens of one layer in the staging dtype, without expanded keys and values; where
+        layers differ, the most.
+        """
         return num_tokens * self.token_size * self.number_bytes
 
     def expanded_bytes(self, num_tokens: int) -> int:
@@ -247,13 +343,14 @@ class KVSpec:
         return 2 * num_tokens * self.num_heads * self.expanded_dim * self.number_bytes
 
     def staging_bytes(self, num_tokens: int) -> int:
-        """Bytes of ``num_tokens`` staged tokens of one layer."""
-        return self.layer_bytes(num_tokens) + self.expanded_bytes(num_tokens)
+        """Bytes of ``num_tokens`` staged tokens: one layer of each size, and those that others share."""
+        sizes = sum(layer.token_size for layer in self._staged_layers)
+        return num_tokens * sizes * self.number_bytes + self.expanded_bytes(num_tokens)
 
     @property
     def prefix_token_bytes(self) -> int:
         """Bytes of one token in the prefix store: all layers in the staging dtype; latents are stored unexpanded."""
-        return self.num_slot_layers * self.layer_bytes(1)
+        return self.stored_size * self.number_bytes
 
     def stored_token_bytes(self, snapshot_len: int) -> int:
         """The same with a token's part of the snapshots of states, two for each ``snapshot_len`` tokens."""
@@ -274,10 +371,16 @@ class KVSpec:
         return 0 if reselection is None else 2 * self.layer_bytes(capacity)
 
 
+def _visible(layer: Full, row_slots: int, num_tokens: int) -> int:
+    return min(num_tokens, layer.num_tokens) if isinstance(layer, Window) else row_slots
+
+
 def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
     latent, window = model.latent, model.layer_windows[index]
     if model.mlp_layers is not None and index in model.mlp_layers:
         return State(shapes=())
+    if (source := model.source_of(index)) != index:
+        return Shared(source=source)
     if index in model.recurrent_layers:
         assert model.recurrent is not None
         return State(shapes=model.recurrent.state_shapes)
@@ -285,7 +388,7 @@ def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
         return Latent(
             num_kv_heads=1, key_dim=latent.latent_dim, value_dim=latent.kv_rank, expanded_dim=latent.expanded_dim
         )
-    heads, size = model.num_kv_heads, model.head_dim
+    heads, size = model.heads_of(index)
     if window is None:
         return Full(num_kv_heads=heads, key_dim=size, value_dim=size)
     return Window(num_kv_heads=heads, key_dim=size, value_dim=size, num_tokens=window)

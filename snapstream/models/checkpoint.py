@@ -80,7 +80,7 @@ def read_manifest(folder: Path, config: ModelConfig | None = None) -> dict[str, 
                 raise ValueError(f"{name} is in two shards: {manifest[name].file.name} and {file.name}")
             manifest[name] = tensor
     if num_skipped:
-        logger.info("%d tensors of the vision tower and its projector are not loaded: text only", num_skipped)
+        logger.info("%d tensors of towers for images or sound are not loaded: text only", num_skipped)
     return manifest
 
 
@@ -612,7 +612,16 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     skipped = FAMILIES.get(config.architecture).skipped
     is_tied = config.tie_word_embeddings and name == LM_HEAD
     is_skipped = name.startswith(skipped) or any(part in name for part in skipped if part.startswith("."))
-    return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config)
+    return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config) or _is_shared(name, config)
+
+
+def _is_shared(name: str, config: ModelConfig) -> bool:
+    """Whether it would make keys and values of a layer that attends to those of another."""
+    if config.kv_sources is None:
+        return False
+    shared = (layer for layer, source in enumerate(config.kv_sources) if source != layer)
+    parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+    return name.startswith(tuple(f"model.layers.{layer}.self_attn.{part}" for layer in shared for part in parts))
 
 
 def _is_mtp(name: str, config: ModelConfig) -> bool:

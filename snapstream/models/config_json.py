@@ -180,7 +180,7 @@ def parse_rope(settings: Mapping[str, Any], max_position: int, *, is_partial: bo
     kind = str(values.get("rope_type") or values.get("type") or "default")
     _refuse_unsupported(values, kind, is_partial)
     rope = _parse_kind(settings, values, max_position, kind)
-    if not is_partial:
+    if not is_partial or kind == "proportional":
         return rope
     share = number(values, "partial_rotary_factor", 1.0, above=0.0, most=1.0)
     return replace(rope, partial_rotary_factor=share)
@@ -190,6 +190,10 @@ def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_posi
     theta = number(values, "rope_theta", above=1.0)  # with 1 all frequencies would be equal
     if kind == "default":
         return RopeConfig(theta=theta)
+    if kind == "proportional":
+        share = number(values, "partial_rotary_factor", 1.0, above=0.0, most=1.0)
+        factor = number(values, "factor", 1.0, above=0.0, most=MAX_FACTOR)
+        return RopeConfig(kind="proportional", theta=theta, share=share, factor=factor)
     original = _original_max_position(settings, values, max_position, kind)
     if kind == "yarn" and "factor" not in values:  # transformers takes null for the ratio of the contexts, not this
         raise ValueError("rope yarn: factor is missing")
@@ -240,7 +244,7 @@ def _refuse_unsupported(values: Mapping[str, Any], kind: str, is_partial: bool) 
     if kind not in KINDS:
         raise ValueError(f"rope type {kind!r} is not supported (known: {', '.join(KINDS)})")
     share = values.get("partial_rotary_factor")
-    if not is_partial and share is not None and share != 1:
+    if not is_partial and kind != "proportional" and share is not None and share != 1:
         raise ValueError(f"partial_rotary_factor is {share}; only heads rotated as a whole (1.0) are supported")
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from snapstream.config import DType, KVDType, ModelConfig, WeightFormats
 from snapstream.distributed.group import Alone, Group, ReduceOp
@@ -29,7 +30,7 @@ from snapstream.models.latent import (
     local_heads,
     with_local_heads,
 )
-from snapstream.models.layers import DenseLayer, KVView, MlpLayer, Vocabulary
+from snapstream.models.layers import DenseLayer, KVView, LayerEnd, MlpLayer, TokenInputs, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.recurrent import RECURRENT_LAYERS
 from snapstream.models.registry import FAMILIES, kv_spec_of
@@ -142,13 +143,18 @@ class Decoder:
         else:
             self.layers = self._layers(weights.layer)
             self._prefill_layers = self.layers if weights.dequantized is None else self._layers(weights.prefill_layer)
+        full_dim = config.rope_dim if config.full_heads is None else config.full_heads.head_dim
         self._ropes = [
-            Rope(rope, config.rope_dim, self.device, config.multipliers.attention)
-            for rope in (config.rope, config.window_rope)
+            Rope(rope, dim, self.device, config.multipliers.attention)
+            for rope, dim in ((config.rope, full_dim), (config.window_rope, config.rope_dim))
             if rope is not None
         ]
         # As transformers multiplies Gemma's embeddings: with a constant of their dtype.
         self.embedding_multiplier = float(torch.tensor(config.multipliers.embedding, dtype=self.dtype))
+        self._ends: list[LayerEnd] = []
+        if config.per_layer_dim or config.has_layer_scalars:
+            layers = map(weights.layer, range(config.num_layers))
+            self._ends = [LayerEnd(config, own, weights.vectors, self.kernels) for own in layers]
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
@@ -212,8 +218,8 @@ class Decoder:
 
     def rope(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
         """Cosine and signed sine ``[T, 1, E]`` fp32 of every token. If layers with sliding windows have other angles,
-        these come second: ``[2, T, 1, E]``. So does, in place of the cosine, what queries are multiplied by if the
-        position scales them.
+        these come second: ``[2, T, 1, E]``, with zeros behind the smaller heads. So does, in place of the cosine, what
+        queries are multiplied by if the position scales them.
 
         ``seq_lens [T]`` is the length of each token's sequence when it is fed: the prompt length in prefill,
         position + 1 in decode. Only dynamic stretching and longrope read it.
@@ -225,19 +231,41 @@ class Decoder:
             return torch.stack((cos, factors[:, None, None].expand_as(cos))), torch.stack((sin, sin))
         if len(angles) == 1:
             return angles[0]
+        if self.config.full_heads is not None:
+            missing = [self.config.widest_head - cos.shape[-1] for cos, _ in angles]
+            angles = [(F.pad(cos, (0, n)), F.pad(sin, (0, n))) for (cos, sin), n in zip(angles, missing, strict=True)]
         return torch.stack([cos for cos, _ in angles]), torch.stack([sin for _, sin in angles])
 
-    def layer(self, index: int, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
-        """One whole layer, ``[T, D]`` to ``[T, D]``; ``hidden`` is overwritten with the result."""
+    def layer(
+        self, index: int, hidden: Tensor, rope: CosSin, view: KVView, tokens: TokenInputs | None = None
+    ) -> Tensor:
+        """One whole layer, ``[T, D]`` to ``[T, D]``; ``hidden`` is overwritten with the result. ``tokens``: see
+        ``finish_layer``.
+        """
         layer = self.layers[index]
-        return hidden.add_(layer.finish(hidden, layer.attend(hidden, None, rope, view)))
+        return hidden.add_(self.finish_layer(index, layer, (hidden, layer.attend(hidden, None, rope, view)), tokens))
 
-    def run(self, hidden: Tensor, rope: CosSin, view: KVView) -> Tensor:
-        """All layers: from ``embed``'s ``hidden [T, D]``, overwritten, to logits ``[T, V]`` fp32."""
-        pending: Tensor | None = None
-        for layer in self.layers:
-            pending = layer.finish(hidden, layer.attend(hidden, pending, rope, view))
+    def run(self, token_ids: Tensor, rope: CosSin, view: KVView) -> Tensor:
+        """All layers: from tokens ``[T]`` to logits ``[T, V]`` fp32."""
+        hidden, pending = self.embed(token_ids), None
+        tokens = TokenInputs(token_ids, hidden.clone()) if self.config.per_layer_dim else None
+        for index, layer in enumerate(self.layers):
+            attended = layer.attend(hidden, pending, rope, view)
+            pending = self.finish_layer(index, layer, (hidden, attended), tokens)
         return self._logits(hidden, pending)
+
+    def token_inputs(self, token_ids: Tensor) -> TokenInputs | None:
+        """What ``finish_layer`` reads of tokens ``[T]``; None for models without embeddings for each layer."""
+        return TokenInputs(token_ids, self.embed(token_ids)) if self.config.per_layer_dim else None
+
+    def finish_layer(
+        self, index: int, layer: Layer, given: tuple[Tensor, Tensor], tokens: TokenInputs | None
+    ) -> Tensor:
+        """``Layer.finish`` of ``given``, the residual stream ``[T', D]`` and attended heads, and what follows it in
+        models with embeddings for each layer or scalars of layers; ``tokens`` are the T'.
+        """
+        output = layer.finish(*given)
+        return self._ends[index](given[0], output, tokens) if self._ends else output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` fp32 from the output of the last layer."""
@@ -247,8 +275,9 @@ class Decoder:
         norm = self.weights.vectors["final_norm"]
         normed = self.kernels.sum_norm(residual, pending, norm, self.config.rms_norm_eps)
         logits = self._vocabulary.logits(normed)
-        multiplier = self.config.multipliers.logits
-        return logits if multiplier == 1.0 else logits.mul_(multiplier)
+        multiplier, cap = self.config.multipliers.logits, self.config.logit_cap
+        logits = logits if multiplier == 1.0 else logits.mul_(multiplier)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     @property
     def _dtype_name(self) -> DType:

@@ -16,6 +16,7 @@ from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
 from snapstream.config.model import (
     MAX_DIM,
     Activation,
+    HeadSizes,
     LatentConfig,
     LayerNorms,
     LengthScale,
@@ -53,6 +54,15 @@ class Recipe(TypedDict, total=False):
     window_rope: RopeConfig | None  # of layers with sliding windows
     rope: RopeConfig  # of the others, where config.json has one for each kind of layers
     length_scale: LengthScale  # of queries
+    full_heads: HeadSizes | None  # of layers without a window
+    kv_sources: tuple[int, ...] | None  # by layer, whose keys and values it attends to
+    keys_are_values: bool
+    has_value_norm: bool
+    has_unscaled_scores: bool
+    per_layer_dim: int
+    has_layer_scalars: bool
+    has_wide_mlps: bool
+    logit_cap: float | None
     latent: LatentConfig  # multi-head latent attention
     index_topk: int  # tokens that an indexer chooses for a query; it is left out
     has_attention_gate: bool

@@ -1,20 +1,28 @@
-"""Gemma 1; Gemma 3, text: four norms a layer, GELU, windows with a rope of their own (arXiv 2503.19786). No torch."""
+"""Gemma 1; Gemma 3 and 4, text: four norms a layer, GELU, windows with another rope (arXiv 2503.19786). No torch.
+
+Gemma 4 differs by size: 31B has larger and fewer kv heads in layers without a window, where one projection gives keys
+and values; 26B-A4B has experts beside every MLP; in E2B and E4B the last layers attend to the keys and values of
+earlier ones, and every layer has token embeddings of its own.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-from snapstream.config.model import LayerNorms, Multipliers
+from snapstream.config import ModelConfig
+from snapstream.config.model import HeadSizes, LayerNorms, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
+    num_layers,
     refuse_absent_window,
     ropes_by_kind,
     windows_by_type,
 )
+from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, norm, renamed, vector
 
 _NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -42,6 +50,121 @@ def _gemma3(settings: Settings) -> Recipe:
         "max_position": whole_number(settings, "max_position_embeddings"), "norm_offset": 1.0, "norms": _NORMS,
         "qk_norm": True,
     }  # fmt: skip
+
+
+def _gemma4_settings(settings: Settings) -> Settings:
+    """Without layer_types every sixth layer has no window; the last one never has."""
+    count, given = num_layers(settings), settings.get("layer_types")
+    if given is None:
+        given = ["full_attention" if (layer + 1) % 6 == 0 else "sliding_attention" for layer in range(count)]
+    if isinstance(given, list) and given:
+        given = [*given[:-1], "full_attention"]
+    return {**settings, "layer_types": given}
+
+
+def _full_heads(settings: Settings) -> HeadSizes:
+    """Of layers without a window, in either spelling: by name, or in the overrides of each layer. ValueError for
+    overrides of anything else.
+    """
+    given, heads = settings.get("per_layer_config"), whole_number(settings, "num_key_value_heads")
+    if given is None:
+        own = settings.get("num_global_key_value_heads") if flag(settings, "attention_k_eq_v") else None
+        return HeadSizes(
+            heads if own is None else whole_number(settings, "num_global_key_value_heads"),
+            whole_number(settings, "global_head_dim"),
+        )
+    full = {layer for layer, kind in enumerate(settings["layer_types"]) if kind == "full_attention"}
+    overrides = list(given.values()) if isinstance(given, dict) else []
+    own = overrides[0] if overrides and all(isinstance(one, dict) for one in overrides) else {}
+    known = {"head_dim", "num_key_value_heads"}
+    layers = {int(layer) for layer in given if layer.isdecimal()} if own else set()
+    if not known >= set(own) or layers != full or len(layers) != len(overrides) or any(one != own for one in overrides):
+        raise ValueError(
+            f"per_layer_config is {str(given)[:200]}; it must give head_dim and num_key_value_heads of the layers with "
+            "full attention, all alike"
+        )
+    head_dim = whole_number(own, "head_dim", whole_number(settings, "head_dim"))
+    return HeadSizes(whole_number(own, "num_key_value_heads", heads), head_dim)
+
+
+def _kv_sources(settings: Settings) -> tuple[int, ...] | None:
+    """The last num_kv_shared_layers layers attend to the keys and values of the last layer of their kind before."""
+    count, shared = num_layers(settings), whole_number(settings, "num_kv_shared_layers")
+    if not shared:
+        return None
+    kinds, first = settings["layer_types"], count - shared
+    last = {kind: layer for layer, kind in enumerate(kinds[: max(first, 0)])}
+    missing = [kind for kind in kinds if kind not in last]
+    if missing:
+        raise ValueError(
+            f"num_kv_shared_layers is {shared} of {count} layers; none before them is of the kind {missing[0]!r}"
+        )
+    return (*range(first), *(last[kind] for kind in kinds[first:]))
+
+
+def _gemma4(settings: Settings) -> Recipe:
+    """Scores are not divided by sqrt(E): queries and keys are normed."""
+    windows = windows_by_type(settings, lambda layer: False)
+    ropes = ropes_by_kind(settings, {"rope_theta": 1_000_000.0}, {"rope_theta": 10000.0})
+    full, size = _full_heads(settings), HeadSizes(
+        whole_number(settings, "num_key_value_heads"), whole_number(settings, "head_dim")
+    )  # fmt: skip
+    if not windows:  # then all layers have the heads of full layers
+        size = full
+        ropes.pop("window_rope")
+    hidden, cap = whole_number(settings, "hidden_size"), settings.get("final_logit_softcapping")
+    recipe: Recipe = {
+        **windows, **ropes, "activation": "gelu_tanh", "num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim,
+        "full_heads": full if windows and full != size else None, "kv_sources": _kv_sources(settings),
+        "keys_are_values": flag(settings, "attention_k_eq_v"), "has_value_norm": True, "has_unscaled_scores": True,
+        "per_layer_dim": whole_number(settings, "hidden_size_per_layer_input", 0), "has_layer_scalars": True,
+        "has_wide_mlps": flag(settings, "use_double_wide_mlp") and bool(settings.get("num_kv_shared_layers")),
+        "logit_cap": None if cap is None else number(settings, "final_logit_softcapping", above=0.0),
+        "multipliers": Multipliers(embedding=math.sqrt(max(hidden, 1))), "norms": _NORMS, "qk_norm": True,
+        "max_position": whole_number(settings, "max_position_embeddings"),
+    }  # fmt: skip
+    if flag(settings, "enable_moe_block"):
+        recipe["moe"] = MoEConfig(
+            num_experts=whole_number(settings, "num_experts"), top_k=whole_number(settings, "top_k_experts"),
+            inner=whole_number(settings, "moe_intermediate_size"), normalise=True, is_beside_mlp=True,
+        )  # fmt: skip
+    return recipe
+
+
+def _gemma4_refusals(settings: Settings) -> list[str]:
+    reasons = refuse_absent_window(settings)
+    if settings.get("use_bidirectional_attention") not in (None, False, "vision"):
+        reasons.append(
+            f"use_bidirectional_attention is {settings['use_bidirectional_attention']!r}; only causal attention is "
+            "supported"
+        )
+    if (activation := settings.get("hidden_activation")) != "gelu_pytorch_tanh":
+        reasons.append(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported for Gemma 4")
+    if flag(settings, "attention_bias"):
+        reasons.append("attention_bias is true; no published model of this architecture has it, so it is not built")
+    own, vocab = settings.get("vocab_size_per_layer_input"), settings.get("vocab_size")
+    if settings.get("hidden_size_per_layer_input") and own != vocab:
+        reasons.append(f"vocab_size_per_layer_input is {own!r}; it must be vocab_size ({vocab!r})")
+    return reasons
+
+
+def _gemma4_tensors(config: ModelConfig) -> TensorSpecs:
+    """Experts have three norms of their own, and the router two scales."""
+    specs = decoder_tensors(replace(config, has_fused_experts=True))
+    if config.moe is None:
+        return specs
+    hidden = config.hidden_size
+    names = {"mlp.experts.": "experts.", "mlp.gate.weight": "router.proj.weight"}
+    return {
+        **renamed(specs, names),
+        "mlp_part_norm": norm(config, hidden, "post_feedforward_layernorm_1.weight"),
+        "experts_norm": norm(config, hidden, "pre_feedforward_layernorm_2.weight"),
+        "experts_part_norm": norm(config, hidden, "post_feedforward_layernorm_2.weight"),
+        "router_scale": replace(vector(hidden, "router.scale"), dtype="float32"),
+        "expert_scale": TensorSpec(
+            shape=(config.moe.num_experts,), parts={"router.per_expert_scale": ()}, is_matrix=False, dtype="float32"
+        ),
+    }
 
 
 def _gemma(settings: Settings) -> Recipe:
@@ -107,3 +230,29 @@ GEMMA3_TEXT_PART = replace(
     },
     is_text_part=True,
 )  # fmt: skip
+GEMMA4 = Family(
+    defaults={
+        "bos_token_id": 2, "eos_token_id": 1, "global_head_dim": 512, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "hidden_size_per_layer_input": 256,
+        "intermediate_size": 9216, "max_position_embeddings": 131072, "num_attention_heads": 8, "num_hidden_layers": 30,
+        "num_key_value_heads": 4, "num_kv_shared_layers": 0, "sliding_window": 512, "tie_word_embeddings": True,
+        "vocab_size": 262144,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "vocab_size_per_layer_input": 262144,
+    },
+    rewrite=_gemma4_settings,
+    recipe=_gemma4,
+    refusals=_gemma4_refusals,
+    has_windows=True,
+    has_experts=True,
+    has_own_activation=True,
+    has_rope_by_kind=True,
+    tensors=_gemma4_tensors,
+)  # fmt: skip
+# With towers for images and sound, of which the text part is loaded.
+GEMMA4_TEXT_PART = replace(GEMMA4, is_text_part=True)

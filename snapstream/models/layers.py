@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,6 +58,13 @@ class StateView(Protocol):
     def outputs(self, x: Tensor) -> Tensor:
         """Those T' of ``x [T, ...]`` that need an output."""
         ...
+
+
+class TokenInputs(NamedTuple):
+    """What layers with embeddings of their own read of T tokens."""
+
+    token_ids: Tensor  # [T] int64
+    embedded: Tensor  # [T, D], as they enter layer 0
 
 
 class LatentHeads(Protocol):
@@ -172,13 +179,19 @@ class Experts:
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
         down_bias = expert_bias_of_sum(moe, weights.optional("experts_down_bias"), group)
         self._parts = ExpertParts(weights.optional("experts_gate_up_bias"), down_bias, moe.clamp, activation)
+        self._scales = weights.optional("expert_scale")
         self._first, self._num_local = moe.own.start, len(moe.own)
         self._ids = torch.arange(self._num_local, device=self._router.device)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``."""
-        logits = F.linear(x.to(torch.float32), self._router, self._logit_bias)  # [T, X]
+    def __call__(self, x: Tensor, routed_by: Tensor | None = None) -> Tensor:
+        """``x [T, D]`` to the weighted sum of its experts' outputs and the shared ones' ``[T, D]``; ``routed_by
+        [T, D]`` is what the router reads, by default ``x``.
+        """
+        read = x if routed_by is None else routed_by
+        logits = F.linear(read.to(torch.float32), self._router, self._logit_bias)  # [T, X]
         weights, experts = route(logits, self._correction, self._moe)
+        if self._scales is not None:
+            weights = weights * self._scales[experts]
         flat = self._local_ids(experts.flatten())
         order = flat.argsort(stable=True)  # [T k], pairs by expert; those of other ranks last
         ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
@@ -230,6 +243,34 @@ class SwiGLU:
         return self._gate_up.swiglu(self._down, given, self._biases, self._kernels, self._activation)
 
 
+class MlpBesideExperts:
+    """An MLP and experts side by side, each with a norm of its input and of its output (Gemma 4); an ``Mlp``.
+
+    The router reads a third norm of the input, which has no weights but is scaled.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: LayerWeights, mlp: SwiGLU, experts: Experts, kernels: Kernels
+    ) -> None:
+        self._mlp, self._experts, self._kernels, self._eps = mlp, experts, kernels, config.rms_norm_eps
+        self._mlp_norm, self._part_norm = weights.vector("mlp_part_norm"), weights.vector("experts_part_norm")
+        self._experts_norm = weights.vector("experts_norm")
+        self._router_scale = weights.vector("router_scale")  # [D]
+        self._root = config.hidden_size**-0.5
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Not to be called: the experts read another norm."""
+        raise TypeError("an MLP beside experts reads the residual stream")
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """See ``Mlp``; ``given`` has the norm of the MLP."""
+        mlp = self._kernels.rms_norm(self._mlp.of_norm(given), self._mlp_norm, self._eps)
+        x = given.residual  # with what was added
+        read = self._kernels.rms_norm(x.to(torch.float32), self._router_scale, self._eps) * self._root
+        routed = self._experts(self._kernels.rms_norm(x, self._experts_norm, self._eps), read)
+        return mlp.add_(self._kernels.rms_norm(routed, self._part_norm, self._eps))
+
+
 def _gated(mlp: Callable[[Tensor], Tensor], gate: Tensor) -> Callable[[Tensor], Tensor]:
     """``mlp`` times the sigmoid of ``gate [1, D]`` and the token."""
     return lambda x: mlp(x) * F.linear(x.to(torch.float32), gate).sigmoid().to(x.dtype)
@@ -248,6 +289,11 @@ def expert_bias_of_sum(moe: MoEConfig, bias: Tensor | None, group: Group) -> Ten
 def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
     """The MLP of a layer: ``Experts`` if its weights have any, else ``SwiGLU``."""
     activation = config.activation
+    biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
+    if config.moe is not None and config.moe.is_beside_mlp:
+        mlp = SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
+        experts = Experts(config.moe, weights, kernels, group, None, activation)
+        return MlpBesideExperts(config, weights, mlp, experts, kernels)
     if config.moe is not None and "experts_down" in weights.matrices:
         shared: Callable[[Tensor], Tensor] | None = None
         if config.moe.num_shared:
@@ -256,8 +302,45 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
             if config.moe.has_shared_gate:
                 shared = _gated(shared, weights.vector("shared_gate"))
         return Experts(config.moe, weights, kernels, group, shared, activation)
-    biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
     return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
+
+
+class LayerEnd:
+    """What follows a layer's MLP in Gemma 3n and 4: a token's embedding for the layer, and the layer's scalar.
+
+    The embedding is looked up, and projected from that of layer 0. It gates what is added:
+    ``norm(out(gelu(gate x) * embedding))``. Then the residual stream is multiplied by the scalar.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: LayerWeights, outer: Mapping[str, Tensor], kernels: Kernels
+    ) -> None:
+        """``outer``: the model's vectors."""
+        self._kernels, self._eps, self._size = kernels, config.rms_norm_eps, config.per_layer_dim
+        self._scalar = float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0
+        if not self._size:
+            return
+        self._table, self._in = weights.matrix("embed_per_layer"), weights.matrix("per_layer_in")
+        self._gate, self._out = weights.matrix("per_layer_gate"), weights.matrix("per_layer_out")
+        self._in_norm, self._norm = outer["per_layer_in_norm"], weights.vector("per_layer_norm")
+
+    def __call__(self, residual: Tensor, output: Tensor, tokens: TokenInputs | None) -> Tensor:
+        """From the residual stream ``[T, D]``, updated in place, and the output of the MLP: what to add to it."""
+        if self._size:
+            assert tokens is not None, "embeddings for each layer need the tokens"
+            output = self._added(residual.add_(output), tokens)
+        if self._scalar == 1.0:
+            return output
+        residual.mul_(self._scalar)
+        return output.mul_(self._scalar)
+
+    def _added(self, x: Tensor, tokens: TokenInputs) -> Tensor:
+        looked_up = self._table.lookup(tokens.token_ids) * float(torch.tensor(self._size**0.5, dtype=x.dtype))
+        projected = self._in.multiply(tokens.embedded, None, self._kernels) * tokens.embedded.shape[1] ** -0.5
+        own = (self._kernels.rms_norm(projected, self._in_norm, self._eps) + looked_up) * 2.0**-0.5  # [T, P]
+        gate = self._gate.multiply(x, None, self._kernels)
+        added = self._out.multiply(F.gelu(gate, approximate="tanh").mul_(own), None, self._kernels)
+        return self._kernels.rms_norm(added, self._norm, self._eps)
 
 
 class DenseLayer:
@@ -265,8 +348,9 @@ class DenseLayer:
 
     def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
         self._index, self._kernels, self._group, self._eps = index, kernels, group, config.rms_norm_eps
-        self._num_heads = config.num_heads + 2 * config.num_kv_heads  # as projected
-        self._head_dim = config.head_dim
+        num_kv_heads, self._head_dim = config.heads_of(index)
+        is_shared = config.source_of(index) != index
+        self._num_heads = config.num_heads + (0 if is_shared else 2 * num_kv_heads)  # of q, k and v
         self._input_norm, self._post_norm = weights.optional("input_norm"), weights.optional("post_norm")
         self._attention_out_norm = weights.optional("attention_out_norm")
         self._mlp_out_norm = weights.optional("mlp_out_norm")
@@ -281,7 +365,13 @@ class DenseLayer:
         index = self._index
         self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
         self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), self._group)
-        self._head_norm = _head_norm(config, weights)
+        self._head_norm = _head_norm(config, weights, index)
+        is_full, is_shared = config.layer_windows[index] is None, config.source_of(index) != index
+        self._num_values = config.heads_of(index).num_kv_heads
+        self._num_copied = self._num_values if config.keys_are_values and is_full and not is_shared else 0
+        self._value_norm: Tensor | None = None
+        if config.has_value_norm and not is_shared:
+            self._value_norm = torch.ones(self._head_dim, device=weights.vector("q_norm").device)
         self._num_gates = config.num_heads * config.head_dim if config.has_attention_gate else 0
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._unrotated = math.sqrt(config.multipliers.attention)  # as rotated heads are multiplied, see ``Rope``
@@ -307,11 +397,18 @@ class DenseLayer:
             heads[:, : self._num_queries].mul_(rope[0][1, :, 0, :1])
             rope = rope[0][0], rope[1][0]
         if self._rope_kind is not None:
-            rope = rope[0][self._rope_kind], rope[1][self._rope_kind]
+            cos, sin = rope[0][self._rope_kind], rope[1][self._rope_kind]
+            rope = cos[..., : self._head_dim].contiguous(), sin[..., : self._head_dim].contiguous()
         if not self._is_rotated:
             rope = torch.full_like(rope[0], self._unrotated), torch.zeros_like(rope[1])
         if not self._num_gates:
-            return view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
+            heads = heads.view(len(heads), -1, self._head_dim)
+            if self._num_copied:
+                heads = torch.cat((heads, heads[:, -self._num_copied :]), 1)
+            if self._value_norm is not None:
+                values = heads[:, -self._num_values :]
+                values.copy_(self._kernels.rms_norm(values, self._value_norm, self._eps))
+            return view.attend(self._index, heads, self._head_norm, rope)
         assert isinstance(view, StateView)
         gates, heads = view.outputs(heads[:, : self._num_gates]), heads[:, self._num_gates :].contiguous()
         attended = view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
@@ -357,11 +454,20 @@ class MlpLayer(DenseLayer):
         return self._ended(self._group.all_reduce(self._mlp(attended)), None)
 
 
-def _head_norm(config: ModelConfig, weights: LayerWeights) -> HeadNorm:
-    """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call."""
+def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNorm:
+    """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call; of a layer that shares the keys of
+    another that of q alone. Where scores are not divided by sqrt(E), q is multiplied by it.
+    """
     sinks = weights.optional("sinks")
     if not config.qk_norm:  # also where whole projections are normed: before this
         return HeadNorm(None, config.rms_norm_eps, sinks)
-    q, k = weights.vector("q_norm"), weights.vector("k_norm")
-    per_head = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))  # [H+G, E]
+    q, k = weights.vector("q_norm"), weights.optional("k_norm")
+    num_kv_heads, size = config.heads_of(layer)
+    if config.has_unscaled_scores:
+        q = q.to(torch.float32) * size**0.5
+        k = None if k is None else k.to(torch.float32)
+    per_head = q.expand(config.num_heads, -1)
+    if k is not None:
+        per_head = torch.cat((per_head, k.expand(num_kv_heads, -1)))  # [H+G, E]
+    per_head = per_head.contiguous()
     return HeadNorm(per_head, config.rms_norm_eps, sinks)

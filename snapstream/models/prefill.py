@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from math import prod
 from typing import Literal, Protocol
 
 import torch
@@ -20,11 +22,13 @@ from snapstream.kernels.backends.autotune import PrefillAttention
 from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.interface import CosSin
 from snapstream.kernels.memory import upload
-from snapstream.kv.spec import State
+from snapstream.kv.spec import Shared, State
 from snapstream.models.decoder import Decoder
+from snapstream.models.layers import TokenInputs
 from snapstream.models.views import Chunk, PromptStates, QueriesAt, Segment, StagingBuffers, StagingView
 
-# Tokens whose output of the last layer is computed: only logits read it.
+# Tokens whose output of the last layer is computed: only logits read it. So do the layers behind the last one that has
+# keys and values of its own: where these share those of others, they compute the same tokens alone.
 Outputs = Literal["all", "last", "none"]
 
 
@@ -32,8 +36,9 @@ class LayerDone(Protocol):
     """Called once per layer and prompt, when all of the prompt's tokens have passed the layer."""
 
     def __call__(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        """``prompt`` is the index in the pass; ``queries [w, H, E]`` its last queries, None if it asked for none;
-        ``keys, values [G, N, E]`` those of all its tokens, after RoPE; the next layer overwrites them.
+        """``prompt`` is the index in the pass; ``queries [w, H, E]`` its last queries, None if it asked for none, or
+        of a layer that shares the keys and values of another; ``keys, values [G, N, E]`` those of all its tokens, after
+        RoPE; the next layer overwrites them.
         """
         ...
 
@@ -89,11 +94,9 @@ class LayerPass:
         self._staged = [slice(a, a + n) for a, n in zip(begins, tokens.prompt_lens, strict=True)]  # in the buffers
         self._lens: dict[int, PackedLens] = {}  # by chunk; the same in every layer
         self._rope: CosSin | None = None  # of a pass of one chunk, the same in every layer
-        spec = buffers.spec
-        self._queries = [  # of the current layer [w, H, E]
-            torch.empty((count, spec.num_heads, spec.key_dim), dtype=buffers.keys.dtype, device=buffers.keys.device)
-            if count
-            else None
+        spec, device = buffers.spec, buffers.hidden.device
+        self._queries = [  # of the current layer [w, H, E], at the start of as many numbers as the widest heads take
+            torch.empty(count * spec.num_heads * spec.key_dim, dtype=buffers.dtype, device=device) if count else None
             for count in tokens.num_queries
         ]
 
@@ -121,10 +124,18 @@ class LayerPass:
         layer, index = divmod(self._next_unit, self._num_chunks)
         return layer if index == 0 else None
 
-    def staged(self, prompt: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[G, n, E]`` of a prompt in the buffers, restored tokens first."""
+    def staged(self, prompt: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[G, n, E]`` of a prompt in a layer's buffers, restored tokens first."""
         place = self._staged[prompt]
-        return self._buffers.tokens(place.start, place.stop)
+        return self._buffers.tokens(layer, place.start, place.stop)
+
+    def _kept_queries(self, prompt: int, layer: int) -> Tensor | None:
+        """The prompt's last queries ``[w, H, E]`` of the current layer; None if it asked for none."""
+        kept, spec = self._queries[prompt], self._buffers.spec
+        if kept is None:
+            return None
+        shape = self._tokens.num_queries[prompt], spec.num_heads, spec.slots_of(layer).key_dim
+        return kept[: prod(shape)].view(shape)
 
     def last_hidden(self) -> Tensor:
         """Hidden states ``[prompts, D]`` after the last layer, of the last token of each prompt."""
@@ -154,21 +165,32 @@ class LayerPass:
     def _run_layer(self, layer: int, residual: Tensor, tokens: slice, chunk: Chunk) -> None:
         """Replace ``residual [T, D]`` by the output of the layer, for tokens that need one."""
         view = StagingView(
-            self._buffers, chunk, self._decoder.kernels, self._attention, self._keep_queries, self._states
-        )
+            self._buffers, chunk, self._decoder.kernels, self._attention, partial(self._keep_queries, layer),
+            self._states,
+        )  # fmt: skip
+        is_last = chunk.outputs is not None and layer >= self._buffers.spec.num_prefill_layers
+        if is_last and not chunk.outputs:
+            return
         block = self._decoder.prefill_layer(layer)
         is_recurrent = isinstance(self._buffers.spec.layers[layer], State)
         rope = (residual[:0], residual[:0]) if is_recurrent else self._angles(tokens)  # there nothing is rotated
-        attended = block.attend(residual, None, rope, view)
+        attended = residual[:0] if is_last else block.attend(residual, None, rope, view)
+        inputs = self._decoder.token_inputs(self._tokens.token_ids[tokens])
         if chunk.outputs is None:
-            residual.add_(block.finish(residual, attended))
+            residual.add_(self._decoder.finish_layer(layer, block, (residual, attended), inputs))
             return
         # One prompt at a time unless batch-invariant, so that packing does not change the result.
         at_once = max(1, len(chunk.outputs)) if self._decoder.is_batch_invariant else 1
         for first in range(0, len(chunk.outputs), at_once):
-            places = [residual[place] for place in chunk.outputs[first : first + at_once]]
+            own = list(chunk.outputs[first : first + at_once])
+            places = [residual[place] for place in own]
             last = torch.stack(places)  # [outputs, D]
-            last.add_(block.finish(last, attended[first : first + at_once]))
+            given = None if inputs is None else TokenInputs(inputs.token_ids[own], inputs.embedded[own])
+            heads = attended[first : first + at_once]
+            if is_last:
+                view.take_only(own)
+                heads = block.attend(last, None, (rope[0][..., own, :, :], rope[1][..., own, :, :]), view)
+            last.add_(self._decoder.finish_layer(layer, block, (last, heads), given))
             for place, hidden in zip(places, last, strict=True):
                 place.copy_(hidden)
 
@@ -183,7 +205,7 @@ class LayerPass:
     def _chunk(self, layer: int, index: int, tokens: slice) -> Chunk:
         segments = list(self._segments(tokens.start, tokens.stop))
         outputs: list[int] | None = None
-        if self._outputs != "all" and layer == self._decoder.config.num_layers - 1:
+        if self._outputs != "all" and layer >= self._buffers.spec.num_prefill_layers - 1:
             ends = [s.chunk_slice.stop - 1 for s in segments if s.num_keys == self._tokens.prompt_lens[s.prompt]]
             outputs = ends if self._outputs == "last" else []
         return Chunk(segments=segments, lens=self._packed_lens(index, segments), outputs=outputs)
@@ -211,10 +233,10 @@ class LayerPass:
             self._lens[chunk] = PackedLens(ends[0], ends[1], max(queries), max(keys))
         return self._lens[chunk]
 
-    def _keep_queries(self, segments: Sequence[Segment], queries_at: QueriesAt) -> None:
+    def _keep_queries(self, layer: int, segments: Sequence[Segment], queries_at: QueriesAt) -> None:
         """Copy those of the prompts' last queries that are in this chunk."""
         for segment in segments:
-            kept = self._queries[segment.prompt]
+            kept = self._kept_queries(segment.prompt, layer)
             if kept is None:
                 continue
             first = self._tokens.prompt_lens[segment.prompt] - kept.shape[0]  # the first one that is kept
@@ -230,5 +252,7 @@ class LayerPass:
                 assert self._states is not None
                 self._states.done(prompt, layer)
             return
-        for prompt, queries in enumerate(self._queries):
-            self._layer_done(prompt, layer, queries, *self.staged(prompt))
+        is_shared = isinstance(self._buffers.spec.layers[layer], Shared)
+        for prompt in range(len(self._queries)):
+            queries = None if is_shared else self._kept_queries(prompt, layer)
+            self._layer_done(prompt, layer, queries, *self.staged(prompt, layer))

@@ -88,6 +88,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
             return _default_frequencies(rope.theta, head_dim) / rope.factor
         case "llama3":
             return _llama3_frequencies(rope, head_dim)
+        case "proportional":  # of a whole head, those of its last pairs 0
+            plain = _default_frequencies(rope.theta, head_dim) / rope.factor
+            return plain.masked_fill_(torch.arange(head_dim // 2) >= int(rope.share * head_dim // 2), 0.0)
         case "yarn":
             return _yarn_frequencies(rope, head_dim)
         case "longrope":

@@ -33,7 +33,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def layer_parameters(config: ModelConfig) -> int:
     """Numbers of a layer's matrices that a token is multiplied with (top_k of the experts), on average over layers."""
-    specs = [spec for spec in tensor_specs(config).values() if spec.per_layer and spec.is_matrix]
+    specs = [spec for spec in tensor_specs(config).values() if spec.per_layer and spec.is_matrix and not spec.is_table]
     total = sum(_share(config, spec, 1) * prod(stacked_shape(spec, config.num_layers)) for spec in specs)
     return int(total) // config.num_layers
 
@@ -42,7 +42,7 @@ def active_parameters(config: ModelConfig) -> int:
     """Numbers that a token is multiplied with, output embedding included; of the experts top_k count."""
     matrices = ((name, spec) for name, spec in tensor_specs(config).items() if spec.is_matrix)
     head = "embed" if config.tie_word_embeddings else "lm_head"
-    used = [spec for name, spec in matrices if spec.per_layer or name == head]
+    used = [spec for name, spec in matrices if (spec.per_layer and not spec.is_table) or name == head]
     return round(sum(_share(config, spec, 1) * prod(stacked_shape(spec, config.num_layers)) for spec in used))
 
 
@@ -58,13 +58,13 @@ def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None
         return plain
     if spec.is_attention and formats.attention is not None:
         return formats.attention
-    return formats.layers if spec.per_layer else formats.tables
+    return formats.layers if spec.per_layer and not spec.is_table else formats.tables
 
 
 def is_dequantized(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> bool:
     """Whether prefill dequantizes the matrix into the buffer that layers share, for which experts are too large."""
     is_low_precision = format_of(spec, dtype, formats).dtype != dtype
-    return spec.per_layer and spec.is_matrix and len(spec.shape) == 2 and is_low_precision
+    return spec.per_layer and spec.is_matrix and not spec.is_table and len(spec.shape) == 2 and is_low_precision
 
 
 def check_groups(config: ModelConfig, formats: WeightFormats) -> None:
@@ -96,13 +96,17 @@ def decode_weight_bytes(
     All but an untied embedding table and the experts that no row chose: of X experts, k per token, B tokens read
     X (1 - (1 - k / X)^B) on average if choices are uniform and independent. Real routers read fewer.
     """
-    specs = {name: spec for name, spec in tensor_specs(config).items() if name != "embed" or config.tie_word_embeddings}
+    specs = {
+        name: spec
+        for name, spec in tensor_specs(config).items()
+        if not spec.is_table and (name != "embed" or config.tie_word_embeddings)
+    }
     return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in specs.values())
 
 
 def layers_read_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None, num_tokens: int) -> int:
     """As ``decode_weight_bytes``, of the layers alone: what a chunk of a prompt reads."""
-    layers = (spec for spec in tensor_specs(config).values() if spec.per_layer)
+    layers = (spec for spec in tensor_specs(config).values() if spec.per_layer and not spec.is_table)
     return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in layers)
 
 
@@ -171,6 +175,11 @@ def rank_config(
         raise ValueError(
             f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
             f"'ep' or 1 rank ({model.architecture})"
+        )
+    if model.has_uneven_layers or model.per_layer_dim:
+        raise ValueError(
+            f"{model.architecture} has layers that differ in their heads, or embeddings for each layer, which are not "
+            "split over ranks; use 1 rank"
         )
     if model.has_whole_qk_norm:
         raise ValueError(f"{model.architecture} norms all heads together, which are not split over ranks; use 1 rank")

@@ -20,6 +20,7 @@ TEXT_PREFIXES = {
 }  # fmt: skip
 TOWER_PREFIXES = (
     "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+    "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
 )  # fmt: skip
 
 ATTENTION_NAMES = "self_attn.", "mixer.q_proj.", "mixer.o_proj."  # of a layer's attention
@@ -43,6 +44,9 @@ class TensorSpec:
     row_order: Mapping[str, Sequence[int]] = field(default_factory=dict)
     # Of checkpoint tensors with rows of several kinds, such as q | k | v: how many of each; ranks split each kind.
     segments: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # The checkpoint has one tensor for all layers, whose parts lie side by side along this dimension.
+    joined_dim: int | None = None
+    is_table: bool = False  # rows are looked up, never multiplied
     # Of one layer: the dimension that ranks split, each of the parts separately; None: each rank holds all of it.
     shard_dim: int | None = None
     # Shards along shard_dim are whole quantization groups: the last ranks' may be partly or all zeros.
@@ -65,7 +69,7 @@ class TensorSpec:
     @property
     def is_quantized(self) -> bool:
         """Whether a quantized checkpoint has quantized values for it: the matrices of the layers."""
-        return self.per_layer and self.is_matrix
+        return self.per_layer and self.is_matrix and not self.is_table and self.joined_dim is None
 
 
 TensorSpecs = Mapping[str, TensorSpec]
@@ -100,8 +104,10 @@ def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
     for name, spec in specs.items():
         for part, place in spec.parts.items():
             shape, order, segments = part_shape(spec, part), spec.row_order.get(part), spec.segments.get(part, ())
+            if (dim := spec.joined_dim) is not None:
+                shape = (*shape[:dim], shape[dim] * num_layers, *shape[dim + 1 :])
             row_dim = 1 if spec.per_expert and len(shape) == len(spec.shape) else 0  # all experts in one tensor
-            if not spec.per_layer:
+            if not spec.per_layer or spec.joined_dim is not None:
                 yield Part(part, shape, name, place, order)
                 continue
             for at, layer in enumerate(spec.layers_of(num_layers)):
@@ -158,8 +164,48 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
     return specs
 
 
+def kind_of(config: ModelConfig, layer: int) -> str:
+    """What sets the tensors of a layer apart from those of others of the same name: the end of their stored names."""
+    differs = config.full_heads is not None or config.keys_are_values
+    full = ".full" if differs and config.layer_windows[layer] is None else ""
+    return full + (".shared" if config.source_of(layer) != layer else "")
+
+
+def base_name(name: str) -> str:
+    """A stored name without what sets it apart by kind of layers."""
+    return name.partition(".")[0]
+
+
 def attention_tensors(config: ModelConfig) -> TensorSpecs:
-    """Grouped-query attention; see ``head_orders`` for partly rotated heads."""
+    """Grouped-query attention of the layers that have it, by kind of layers (``kind_of``)."""
+    kinds: dict[str, list[int]] = {}
+    for layer in range(config.num_layers):
+        kinds.setdefault(kind_of(config, layer), []).append(layer)
+    if list(kinds) == [""]:
+        return _attention_tensors(config)
+    specs = {}
+    for kind, layers in kinds.items():
+        heads, head_dim = config.heads_of(layers[0])
+        own = replace(config, num_kv_heads=heads, head_dim=head_dim, full_heads=None, keys_are_values=False)
+        for name, spec in _attention_tensors(own).items():
+            specs[name + kind] = replace(spec, layers=layers)
+        qkv, queries = specs[f"qkv{kind}"], config.num_heads * head_dim
+        if ".shared" in kind:
+            rows, parts = queries, ("self_attn.q_proj.weight",)
+            del specs[f"k_norm{kind}"]
+        elif ".full" in kind and config.keys_are_values:
+            rows, parts = queries + heads * head_dim, ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
+        else:
+            continue
+        cuts = {part: place for part, place in qkv.parts.items() if part in parts}
+        # The last part ends where the matrix does.
+        cuts[parts[-1]] = (slice(rows - (queries if len(parts) == 1 else heads * head_dim), None),)
+        specs[f"qkv{kind}"] = replace(qkv, shape=(rows, config.hidden_size), parts=cuts)
+    return specs
+
+
+def _attention_tensors(config: ModelConfig) -> TensorSpecs:
+    """Of layers that are all alike; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     gates = queries if config.has_attention_gate else 0  # [gates | queries] of one tensor, before keys and values
@@ -239,6 +285,16 @@ def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
 
 def mlp_tensors(config: ModelConfig) -> TensorSpecs:
     """The MLP of the layers that have one: all, or those without experts."""
+    if config.has_wide_mlps:
+        kinds: dict[int, list[int]] = {}
+        for layer in range(config.num_layers):
+            kinds.setdefault(config.inner_of(layer), []).append(layer)
+        found = {}
+        for inner, own in kinds.items():
+            kind = ".wide" if inner > config.intermediate_size else ""
+            for name, spec in mlp_tensors(replace(config, intermediate_size=inner, has_wide_mlps=False)).items():
+                found[name + kind] = replace(spec, layers=own)
+        return found
     hidden, inner, layers = config.hidden_size, config.intermediate_size, config.dense_layers
     if not layers:
         return {}
@@ -396,11 +452,33 @@ def _halves(num_rows: int, head_rows: int, rope_rows: int) -> tuple[int, ...]:
     return tuple(first + row for first in range(0, num_rows, head_rows) for row in one)
 
 
+def per_layer_tensors(config: ModelConfig) -> TensorSpecs:
+    """Embeddings for each layer, and the scalars of layers (Gemma 4)."""
+    hidden, size, specs = config.hidden_size, config.per_layer_dim, {}
+    if config.has_layer_scalars:
+        specs["layer_scalar"] = replace(vector(1, "layer_scalar"), dtype="float32")
+    if not size:
+        return specs
+    joined = {"embed_per_layer": ((config.vocab_size, size), "model.embed_tokens_per_layer.weight", 1),
+              "per_layer_in": ((size, hidden), "model.per_layer_model_projection.weight", 0)}  # fmt: skip
+    for name, (shape, part, dim) in joined.items():
+        specs[name] = TensorSpec(
+            shape=shape, parts={part: ()}, joined_dim=dim, is_table=name == "embed_per_layer"
+        )  # fmt: skip
+    return {
+        **specs,
+        "per_layer_in_norm": replace(norm(config, size, "model.per_layer_projection_norm.weight"), per_layer=False),
+        "per_layer_gate": TensorSpec(shape=(size, hidden), parts={"per_layer_input_gate.weight": ()}),
+        "per_layer_out": TensorSpec(shape=(hidden, size), parts={"per_layer_projection.weight": ()}),
+        "per_layer_norm": norm(config, hidden, "post_per_layer_input_norm.weight"),
+    }
+
+
 def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
     """Every stored tensor of a model, by name."""
     latent = config.latent
     attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
     if len(config.attention_layers) < config.num_layers:
         attention = {name: replace(spec, layers=config.attention_layers) for name, spec in attention.items()}
-    specs = {**outer_tensors(config), **attention, **mlp_tensors(config)}
+    specs = {**outer_tensors(config), **attention, **mlp_tensors(config), **per_layer_tensors(config)}
     return specs if config.moe is None else {**specs, **expert_tensors(config, names)}

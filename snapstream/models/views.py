@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -23,20 +23,24 @@ from snapstream.models.layers import LatentHeads, Recurrence
 class StagingBuffers:
     """One layer of K and V, and the hidden states, of ``num_tokens`` tokens in prefill; allocated once.
 
-    Prefill is layer-wise, so all layers use the same buffers in turn. A pass owns a range of tokens, chosen by the
-    caller, from its first unit to its last. With latents there are also the keys and values expanded from them.
+    Prefill is layer-wise, so all layers use the same buffers in turn; layers whose heads differ in size have one each,
+    and so has a layer whose keys and values later ones share (``KVSpec.staging_places``). A pass owns a range of
+    tokens, chosen by the caller, from its first unit to its last. With latents there are also the keys and values
+    expanded from them.
     """
 
     def __init__(
         self, spec: KVSpec, hidden_size: int, num_tokens: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        self.spec = spec
-        self.keys = torch.empty((spec.num_kv_heads, num_tokens, spec.key_dim), dtype=dtype, device=device)  # [G, P, E]
-        self.values = (  # [G, P, E']
-            self.keys[..., : spec.value_dim]
-            if spec.values_are_keys
-            else torch.empty((spec.num_kv_heads, num_tokens, spec.value_dim), dtype=dtype, device=device)
-        )
+        self.spec, self.dtype = spec, dtype
+        self._staged: dict[int, tuple[Tensor, Tensor]] = {}  # keys [G, P, E] and values [G, P, E'] by staging place
+        for place in sorted(set(spec.staging_places) - {-1}):
+            own = spec.slots_of(place)
+            keys = torch.empty((own.num_kv_heads, num_tokens, own.key_dim), dtype=dtype, device=device)
+            values = keys[..., : own.value_dim]
+            if not spec.values_are_keys:
+                values = torch.empty((own.num_kv_heads, num_tokens, own.value_dim), dtype=dtype, device=device)
+            self._staged[place] = keys, values
         # Keys and values of every head expanded from latents [H, P, X], zero-padded to one size; empty without latents.
         expanded = (spec.num_heads if spec.expanded_dim else 0, num_tokens, spec.expanded_dim)
         self._expanded_keys = torch.zeros(expanded, dtype=dtype, device=device)
@@ -46,13 +50,18 @@ class StagingBuffers:
     @property
     def num_bytes(self) -> int:
         """Bytes of all buffers."""
-        values = 0 if self.spec.values_are_keys else self.values.nbytes
+        keys, values = (sum(own[side].nbytes for own in self._staged.values()) for side in range(2))
         expanded = self._expanded_keys.nbytes + self._expanded_values.nbytes
-        return self.keys.nbytes + values + expanded + self.hidden.nbytes
+        return keys + (0 if self.spec.values_are_keys else values) + expanded + self.hidden.nbytes
 
-    def tokens(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[G, n, E]`` of tokens ``start .. stop - 1`` of the buffers."""
-        return self.keys[:, start:stop], self.values[:, start:stop]
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys ``[G, P, E]`` and values ``[G, P, E']`` that a layer stages, or attends to; not of one with states."""
+        return self._staged[self.spec.staging_places[layer]]
+
+    def tokens(self, layer: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Those of tokens ``start .. stop - 1`` of the buffers."""
+        keys, values = self.layer(layer)
+        return keys[:, start:stop], values[:, start:stop]
 
     def expanded(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[H, n, X]`` expanded from the latents of these tokens."""
@@ -141,7 +150,11 @@ class StagingView:
     ) -> None:
         """``keep`` may copy rotated queries of the chunk before attention; ``states``: for recurrent layers."""
         self._buffers, self._chunk, self._kernels, self._attention = buffers, chunk, kernels, attention
-        self._keep, self._states = keep, states
+        self._keep, self._states, self._is_whole = keep, states, True
+
+    def take_only(self, outputs: Sequence[int]) -> None:
+        """Heads are those of the tokens ``outputs`` alone from now on, in a layer that stages nothing."""
+        self._chunk, self._is_whole = replace(self._chunk, outputs=outputs), False
 
     def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
         """See ``layers.StateView``; a prompt's part is cut where its state is asked for."""
@@ -172,15 +185,19 @@ class StagingView:
         """Stage the chunk, then causal attention per prompt: ``[T, H, E]``, or of the tokens that need an output."""
         if rope is None:
             raise ValueError("a layer of latents is prefilled through attend_latents")
-        cache = self._buffers.spec.layers[layer]
+        spec = self._buffers.spec
+        cache, tokens = spec.slots_of(layer), partial(self._buffers.tokens, layer)
         window = cache.num_tokens if isinstance(cache, Window) else None
-        q = self._stage_heads(heads, norm, rope)
-        self._keep(self._chunk.segments, q.__getitem__)
+        if spec.source(layer) != layer:
+            q = self._kernels.norm_rope(heads, norm, rope, 0).contiguous()  # keys and values are staged already
+        else:
+            q = self._stage_heads(layer, heads, norm, rope)
+            self._keep(self._chunk.segments, q.__getitem__)
         if self._chunk.outputs is not None:
-            attend, tokens = partial(self._attention.attend, window=window, sinks=norm.sinks), self._buffers.tokens
+            attend = partial(self._attention.attend, window=window, sinks=norm.sinks)
             parts = [attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs)]
             return torch.cat(parts) if parts else q[:0]
-        return self._attend_all(q, self._buffers.tokens, window, norm.sinks)
+        return self._attend_all(q, tokens, window, norm.sinks)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
         """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.ExpandingView``.
@@ -188,15 +205,15 @@ class StagingView:
         A single query for the last token of a prompt attends to the latents themselves, without expansion.
         """
         self._keep(self._chunk.segments, lambda place: heads.absorbed(queries[place]))
-        self._stage(latents, latents)
+        self._stage(layer, latents, latents)
         if self._chunk.outputs is not None:
             parts = [
-                one_query_attention(heads.absorbed(queries[place]), *self._buffers.tokens(*staged))
+                one_query_attention(heads.absorbed(queries[place]), *self._buffers.tokens(layer, *staged))
                 for place, staged in self._last_tokens(self._chunk.outputs)
             ]
             return heads.values(torch.cat(parts)) if parts else queries[:0, :, : heads.value_dim]
         for segment in self._chunk.segments:
-            self._expand(segment, heads)
+            self._expand(layer, segment, heads)
         return self._attend_all(heads.expanded(queries), partial(self._expanded, heads))[..., : heads.value_dim]
 
     def _expanded(self, heads: LatentHeads, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -204,19 +221,20 @@ class StagingView:
         keys, values = self._buffers.expanded(start, stop)
         return keys, values[..., : heads.value_dim] if self._attention.takes_narrow_values else values
 
-    def _expand(self, segment: Segment, heads: LatentHeads) -> None:
+    def _expand(self, layer: int, segment: Segment, heads: LatentHeads) -> None:
         """Expand a segment, and before the first of a prompt its restored tokens, piece by piece."""
         is_first = segment.prompt_start == segment.num_restored
         first = segment.staging_start + (0 if is_first else segment.prompt_start)
         for start in range(first, segment.staging_stop, _EXPANDED_AT_ONCE):
             stop = min(start + _EXPANDED_AT_ONCE, segment.staging_stop)
-            keys, _ = self._buffers.tokens(start, stop)  # [1, n, E]
+            keys, _ = self._buffers.tokens(layer, start, stop)  # [1, n, E]
             heads.expand(keys[0], *self._buffers.expanded(start, stop))
 
     def _last_tokens(self, outputs: Sequence[int]) -> Iterator[tuple[slice, tuple[int, int]]]:
         """Slices of the chunk that need an output, and the staged range of their prompts."""
         ending = [segment for segment in self._chunk.segments if segment.chunk_slice.stop - 1 in outputs]
-        for segment, place in zip(ending, outputs, strict=True):
+        for index, (segment, output) in enumerate(zip(ending, outputs, strict=True)):
+            place = output if self._is_whole else index
             yield slice(place, place + 1), (segment.staging_start, segment.staging_stop)
 
     def _attend_all(
@@ -232,21 +250,21 @@ class StagingView:
         parts = [attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _stage_heads(self, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
+    def _stage_heads(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
         """Norm and rotate; store the chunk's keys and values. Returns the queries ``[T, H, E]``."""
         if self._attention.stage_heads is not None:
             runs = [(s.chunk_start, s.length, s.staging_start + s.prompt_start) for s in self._chunk.segments]
-            return self._attention.stage_heads(heads, norm, rope, self._buffers.keys, self._buffers.values, runs)
-        num_kv_heads = self._buffers.spec.num_kv_heads
+            return self._attention.stage_heads(heads, norm, rope, *self._buffers.layer(layer), runs)
+        num_kv_heads = self._buffers.spec.slots_of(layer).num_kv_heads
         qk = self._kernels.norm_rope(heads, norm, rope, num_kv_heads)  # [T, H+G, E]
-        self._stage(qk[:, -num_kv_heads:], heads[:, -num_kv_heads:])
+        self._stage(layer, qk[:, -num_kv_heads:], heads[:, -num_kv_heads:])
         return qk[:, :-num_kv_heads]
 
-    def _stage(self, k: Tensor, v: Tensor) -> None:
+    def _stage(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the chunk's keys and values ``[T, G, E]``."""
         for segment in self._chunk.segments:
             start = segment.staging_start + segment.prompt_start
-            keys, values = self._buffers.tokens(start, start + segment.length)
+            keys, values = self._buffers.tokens(layer, start, start + segment.length)
             keys.copy_(k[segment.chunk_slice].transpose(0, 1))
             if not self._buffers.spec.values_are_keys:
                 values.copy_(v[segment.chunk_slice].transpose(0, 1))
@@ -285,6 +303,10 @@ class RowsView:
         """Write one slot per row and kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
         if self._cache.heads is not None:
             return self._attend_by_head(layer, heads, norm, rope)
+        if self._cache.spec.source(layer) != layer:
+            assert rope is not None, "latents are not shared"
+            q, places = self._kernels.norm_rope(heads, norm, rope, 0), self._places[layer]
+            return self._kernels.attend_slots(q, self._cache.layer(layer), places.rows, places.lengths, norm.sinks)
         sink = self._queries
         keep = None if sink is None else lambda q: sink.put(layer, q)
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)

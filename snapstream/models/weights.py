@@ -16,7 +16,7 @@ from snapstream.config import ModelConfig, WeightFormats
 from snapstream.models.matrix import MakeMatrix, Matrix, make_matrix
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
-from snapstream.models.tensors import Place, checkpoint_parts, stacked_shape
+from snapstream.models.tensors import Place, base_name, checkpoint_parts, stacked_shape
 
 
 class DequantizedLayer:
@@ -51,7 +51,7 @@ class DequantizedLayer:
     def matrices(self, layer: int) -> dict[str, Matrix]:
         """Views of the buffer, for when it holds ``layer``."""
         return {
-            name: Matrix(self._data[name]).with_rounded_inputs(self._inputs, stack.form.group)
+            base_name(name): Matrix(self._data[name]).with_rounded_inputs(self._inputs, stack.form.group)
             for name, (stack, layers) in self._stacks.items()
             if layer in layers
         }
@@ -148,6 +148,9 @@ class DecoderWeights:
         """Store a checkpoint tensor, its rows in the order of ``TensorSpec.row_order``, at a place of ``name``."""
         if name in self.matrices:
             matrix = self.matrices[name]
+            if not place and numbers.dim() < len(matrix.shape):  # of all layers, side by side
+                dim = 0 if numbers.shape[1] == matrix.shape[2] else 1
+                numbers = numbers.unflatten(dim, (matrix.shape[0], -1)).movedim(dim, 0)
             (matrix[place] if place else matrix).fill(numbers)
         else:
             vector = self.vectors[name]
@@ -169,14 +172,17 @@ class DecoderWeights:
         for start, part in enumerate(checkpoint_parts(specs, self.config.num_layers)):
             spec = specs[part.target]
             if not spec.is_matrix:
-                number = 1.0 / part.shape[-1] if part.target == "conv_kernel" else float(part.target.endswith("norm"))
+                is_one = base_name(part.target).endswith(("norm", "scalar", "scale"))
+                number = 1.0 / part.shape[-1] if part.target == "conv_kernel" else float(is_one)
                 numbers = torch.full(part.shape, number, device=self.device)
             else:
                 count = prod(part.shape)
                 first = (start * 7919) % num_drawn
                 numbers = pool.roll(-first).repeat(-(-count // num_drawn))[:count].view(part.shape)
                 bound = (3.0 / spec.shape[-1]) ** 0.5  # uniform on [-b, b] has variance b^2 / 3 = 1 / fan-in
-                if part.target == "o" or part.target.endswith("down"):  # what is added to the residual stream
+                if base_name(part.target) == "o" or base_name(part.target).endswith(
+                    "down"
+                ):  # what is added to the residual stream
                     bound /= (2 * self.config.num_layers) ** 0.5
                 numbers = numbers * bound
             self.fill(part.target, part.place, numbers)
@@ -189,8 +195,8 @@ class DecoderWeights:
             if spec.per_layer and index in layers:
                 places[name] = layers.index(index)
         return LayerWeights(
-            {name: self.matrices[name][at] for name, at in places.items() if name in self.matrices},
-            {name: self.vectors[name][at] for name, at in places.items() if name in self.vectors},
+            {base_name(name): self.matrices[name][at] for name, at in places.items() if name in self.matrices},
+            {base_name(name): self.vectors[name][at] for name, at in places.items() if name in self.vectors},
         )
 
     def prefill_layer(self, index: int) -> LayerWeights:

@@ -73,7 +73,7 @@ def resolve_chunking(
     if not device.startswith("cuda"):
         size = CPU_CHUNK_LEN if chunk_len == "auto" else chunk_len
         return Chunking(chunk_len=size, short_len=size, prefill_quantum=prefill_quantum)
-    head_dim = model.head_dim if model.latent is None else model.latent.expanded_dim
+    head_dim = model.widest_head if model.latent is None else model.latent.expanded_dim
     pair_flop = 4 * model.num_heads * head_dim
     size = _largest_chunk(model, dtype) if chunk_len == "auto" else chunk_len
     step_work = int(STEP_SHARE * FLOP_PER_BYTE * decode_weight_bytes(model, dtype, formats) / pair_flop)
@@ -202,6 +202,11 @@ def engine_config(
         raise ValueError(f"KV re-selection is not supported for {model.architecture} with sliding windows")
     if model.recurrent_layers:
         _check_recurrent(model, config)
+    if model.has_uneven_layers and config.prefix_store is not None and device.startswith("cuda"):
+        raise ValueError(
+            f"a prefix_store is set on a GPU; the layers of {model.architecture} differ in their heads, which it does "
+            "not support there"
+        )
     problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
         return _with_drafts(model, config, options)
@@ -243,6 +248,8 @@ def with_speculator(options: EngineOptions, *, config_only: bool = False) -> Eng
 def _why_not_speculator(model: ModelConfig) -> str | None:
     if model.recurrent_layers:
         return f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
+    if model.has_uneven_layers:
+        return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
     return why_not_looped_cpu(model, dtype="float32", device="cpu")
 
 
@@ -252,6 +259,8 @@ def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOption
     wanted, problem = options.num_speculative_tokens, why_not_speculative(config)
     if problem is None and model.recurrent_layers:
         problem = f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
+    if problem is None and model.has_uneven_layers:
+        problem = f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
     if isinstance(speculator, Speculator) and (reason := problem or _why_not_speculator(speculator.model)) is not None:
         raise ValueError(f"speculative_model is {speculator.folder!r}: {reason}")
     if wanted == "auto":
@@ -310,9 +319,10 @@ def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None
             "computes in float32: use 'fp8' or 'auto'"
         )
     group = max(form.group for form in formats)
-    if model.latent is None and model.head_dim % group:
+    uneven = next((own.head_dim for own in model.all_heads if own.head_dim % group), None)
+    if model.latent is None and uneven:
         raise ValueError(
-            f"kv_dtype is {wanted!r}, and the heads of this model have {model.head_dim} numbers; such rows need a "
+            f"kv_dtype is {wanted!r}, and the heads of this model have {uneven} numbers; such rows need a "
             f"multiple of {group}: use 'int8'"
         )
 

@@ -24,7 +24,7 @@ from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import executor_of, mlp_size
 from snapstream.exec.row_state import row_state_bytes
-from snapstream.kv.spec import KVSpec, State, Window
+from snapstream.kv.spec import Full, KVSpec, State, Window
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import dequantized_bytes, dequantizing_bytes, rank_config, weight_bytes
 from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_config
@@ -33,10 +33,11 @@ from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_co
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     """Bytes of the frames of a KV transfer (``exec/row_transfer.py``); ranks send and receive whole rows."""
     spec = kv_spec_of(model, config.dtype, config.kv_dtype).limited(config.max_model_len)
+    own_slots = [layer if isinstance(layer, Full) else None for layer in spec.layers]
     return RowSizes(
         num_layers=spec.num_layers,
-        slot_bytes=spec.slot_bytes(),
-        scale_bytes=spec.scale_bytes() // spec.num_layers,
+        slot_bytes=tuple(0 if layer is None else spec.slot_bytes(layer) for layer in own_slots),
+        scale_bytes=tuple(0 if layer is None else spec.head_scale_bytes(layer.num_kv_heads) for layer in own_slots),
         vote_bytes=0 if config.reselection is None else 4 * spec.num_kv_heads,
         hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
         num_kv_heads=spec.num_kv_heads,
@@ -55,8 +56,9 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     """Temporaries of a prefill unit of so many tokens."""
     hidden = model.hidden_size
     if model.latent is None:
-        query_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        projected = 2 * (query_size + 2 * kv_size)  # heads as projected and as rotated
+        query_size = model.num_heads * model.widest_head
+        # Heads as projected and as rotated.
+        projected = 2 * max((model.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
     else:
         query_size = model.num_heads * model.latent.expanded_dim
         # Queries as projected, rotated and scaled; latents and what is expanded from them.
@@ -64,6 +66,8 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     # The chunk's own keys and values repeated, queries folded, two outputs, their merge.
     attention = hidden + projected + 6 * query_size
     mlp = query_size + 4 * hidden + mlp_size(model)  # attended heads, residual, norm and its parts
+    if model.per_layer_dim:
+        mlp += hidden + 4 * model.per_layer_dim  # the embeddings of tokens, for layer 0 and for this one
     return num_tokens * max(attention, mlp) * DTYPE_BYTES[dtype]
 
 

@@ -62,7 +62,7 @@ from snapstream.config import (
 )
 from snapstream.engine.admission import job_chunk_len
 from snapstream.kv.layout import num_visible
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import State
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import (
     active_parameters,
@@ -186,14 +186,14 @@ class Predictor:
         spec = kv_spec_of(stored if is_dp else own, self.dtype, self.kv_dtype)
         rows = -(-num_rows // size) if is_dp else num_rows
         num_tokens = visible_slots if num_tokens is None else num_tokens
-        slots = rows * spec.visible_slots(visible_slots, num_tokens)
+        flop = rows * spec.attention_flop(visible_slots, num_tokens)
         hidden = num_rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         logits = num_rows * self.model.vocab_size * DTYPE_BYTES[self.dtype]
         layers = self.model.num_layers
         return StepTime(
             num_rows=num_rows,
             weights_s=self._longer(weights, 2 * num_rows * active_parameters(own)),
-            rows_s=self._longer(rows * spec.visible_bytes(visible_slots, num_tokens), slots * _pair_flop(spec)),
+            rows_s=self._longer(rows * spec.visible_bytes(visible_slots, num_tokens), flop),
             host_s=HOST_S,
             num_collectives=2 * layers + 2 if size > 1 else 0,
             collectives_s=tuple(
@@ -215,14 +215,18 @@ class Predictor:
         num_chunks = -(-num_new // chunk)
         weights = layers_read_bytes(own, self.dtype, self.formats, chunk) / layers
         spec = kv_spec_of(own, self.dtype)
-        windows = (num_tokens if window is None else window for window in own.layer_windows)
-        pairs = sum(_num_pairs(num_tokens, window) - _num_pairs(num_restored, window) for window in windows)
-        per_pair = 4 * spec.num_heads * spec.expanded_dim if spec.expanded_dim else _pair_flop(spec)
+        flop = 0.0
+        for layer in range(spec.num_prefill_layers):
+            if isinstance(spec.layers[layer], State):
+                continue
+            window = own.layer_windows[layer] or num_tokens
+            pairs = _num_pairs(num_tokens, window) - _num_pairs(num_restored, window)
+            flop += pairs * (4 * spec.num_heads * spec.expanded_dim or spec.pair_flop(layer))
         hidden = chunk * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         return PromptTime(
             num_tokens=num_tokens,
-            layers_s=layers * num_chunks * self._longer(weights, 2 * chunk * layer_parameters(own)),
-            attention_s=self._longer(0, pairs * per_pair),
+            layers_s=spec.num_prefill_layers * num_chunks * self._longer(weights, 2 * chunk * layer_parameters(own)),
+            attention_s=self._longer(0, flop),
             collectives_s=tuple((2 * layers + 1) * num_chunks * link.all_reduce_s(hidden, size) for link in LINKS),
         )
 
@@ -244,11 +248,6 @@ def _num_pairs(num_tokens: int, window: int) -> float:
     """Queries of a prompt and the keys that each sees, at most ``window``, in one layer."""
     seen = min(num_tokens, window)
     return seen * (seen + 1) / 2 + (num_tokens - seen) * seen
-
-
-def _pair_flop(spec: KVSpec) -> int:
-    """Products of all query heads with one cached token of a layer, and with its value."""
-    return 2 * spec.num_heads * (spec.key_dim + spec.value_dim)
 
 
 @dataclass(frozen=True, kw_only=True)

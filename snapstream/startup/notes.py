@@ -130,6 +130,8 @@ def describe_store(model: ModelConfig, options: EngineOptions, config: EngineCon
         why = "too little memory is free"
         if model.recurrent_layers and config.device.startswith("cuda"):
             why = "states of recurrent layers on a GPU are not stored"
+        elif model.has_uneven_layers and config.device.startswith("cuda"):
+            why = "layers that differ in their heads are not stored on a GPU"
         return f"prefix store: none{how}, because {why}"
     size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
     states = f" and {config.prefix_snapshots:,} snapshots of states" if config.prefix_snapshots else ""

@@ -133,7 +133,7 @@ def _with_rounded_inputs(
 
 def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> PrefixStoreConfig | None:
     """The store that ``"auto"`` gives the engine of ``config``, which has none; None where it cannot have one."""
-    if model.recurrent_layers and config.device.startswith("cuda"):
+    if (model.recurrent_layers or model.has_uneven_layers) and config.device.startswith("cuda"):
         return None
     free, kind = machine.host_free_bytes, "gpu"
     if free is None:

@@ -179,6 +179,21 @@ def test_rows_with_windows(tmp_path: Path) -> None:
         assert full * 33 == window * BUDGET.capacity
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-shared"])
+def test_rows_of_unlike_layers(name: str, kv_dtype: str, tmp_path: Path) -> None:
+    """Heads of two sizes, and layers that keep nothing."""
+    folder = save(make_model(name), tmp_path)
+    with joined(folder, **SETTINGS, kv_dtype=kv_dtype) as pair:
+        params = {name: PARAMS[name] for name in ("greedy", "seeded, three samples", "kept positions")}
+        requests = requests_of(params, (5, 33, 120))
+        check(pair, requests)
+        sizes = row_sizes(pair.answerer.model_config, pair.answerer.config)
+        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
+        assert pair.answerer.engine.transfer_stats.num_bytes == planned
+        assert (0 in sizes.layer_bytes(120, BUDGET)) == ("shared" in name)
+
+
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-3", "kimi-linear"])
 def test_rows_with_states(name: str, tmp_path: Path) -> None:
     """Recurrent layers first and last, prompts packed and alone, states copied to each sample, rows used again."""

@@ -34,6 +34,11 @@ NEMOTRON: dict[str, Any] = {
     "head_dim": 20, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 1.5, "time_step_min": 1e-30,
 }  # fmt: skip
+GEMMA4: dict[str, Any] = {
+    "sliding_window": 21, "head_dim": 20, "global_head_dim": 40, "vocab_size_per_layer_input": VOCAB,
+    "tie_word_embeddings": True, "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+}  # fmt: skip
 
 # name -> (config class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -120,6 +125,29 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "tie_word_embeddings": True,
          "sliding_window_pattern": 3},
+    ),
+    "gemma4": (  # heads that differ by kind of layers; one projection of keys and values in layers without a window
+        "Gemma4TextConfig",
+        {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+         "num_attention_heads": 6, "num_key_value_heads": 3, "final_logit_softcapping": 5.0},
+    ),
+    "gemma4-shared": (  # of six layers the last three have the keys and values of others
+        "Gemma4TextConfig",
+        {**GEMMA4, "num_hidden_layers": 6, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+         "hidden_size_per_layer_input": 32, "final_logit_softcapping": 5.0,
+         "layer_types": ["sliding_attention", "full_attention"] * 3},
+    ),
+    "gemma4-panels": (
+        "Gemma4TextConfig",
+        {**GEMMA4, "head_dim": 32, "global_head_dim": 64, "sliding_window": 40, "hidden_size": 64,
+         "intermediate_size": 64, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 64,
+         "num_key_value_heads": 1,
+         "num_hidden_layers": 5, "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "gemma4-moe": (  # experts beside every MLP
+        "Gemma4TextConfig",
+        {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
+         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
     ),
     "gpt-oss": (
         "GptOssConfig",
@@ -400,7 +428,11 @@ def make_model(name: str, **sizes: int) -> Any:
 
 
 def randomise_corrections(model: Any) -> None:
-    """Corrections of routers are made as zeros, which would not show whether they are used."""
+    """Corrections of routers are made as zeros, scales and scalars as ones: random ones show whether they are used."""
+    for key, value in (*model.named_buffers(), *model.named_parameters()):
+        if key.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+            with torch.no_grad():
+                value.copy_(1.0 + 0.3 * torch.rand_like(value))
     for key, buffer in model.named_buffers():
         if key.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.copy_(0.3 * torch.randn_like(buffer))

@@ -5,12 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from snapstream.kernels.interface import CosSin, HeadNorm, bind
-from snapstream.kv.spec import KVSpec
+from snapstream.kv.spec import Full
 
 _KERNELS = bind("cpu", "torch")
 
 
-def split(heads: Tensor, norm: HeadNorm, rope: CosSin | None, spec: KVSpec) -> tuple[Tensor, Tensor, Tensor]:
+def queries(heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+    """Normed and rotated q ``[T, H, E]`` of a layer that shares the keys and values of another."""
+    assert rope is not None
+    return _KERNELS.norm_rope(heads, norm, rope, 0)
+
+
+def split(heads: Tensor, norm: HeadNorm, rope: CosSin | None, spec: Full) -> tuple[Tensor, Tensor, Tensor]:
     """Normed and rotated q ``[T, H, E]`` and k ``[T, G, E]``, and v ``[T, G, E']``, of ``heads [T, H+2G, E]``.
 
     Where values are keys: of ``heads [T, H+G, E]``, which come rotated.

@@ -2,8 +2,8 @@
 
 Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key,
 value) and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is
-full. A layer with a sliding window keeps the last
-tokens. Only the decoder's layers, which have a parity test of their own, are shared with the package.
+full. A layer with a sliding window keeps the last tokens; one that shares keys and values reads another's list. Only
+the decoder's layers, which have a parity test of their own, are shared with the package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from evals.selectors import Random, Variant, as_variant
 from snapstream.config import KVBudget, ReselectionConfig, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.models.decoder import Decoder
-from tests.parity.heads import split
+from tests.parity.heads import queries, split
 from tests.unit.kv import row_by_lists
 
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E']
@@ -46,10 +46,13 @@ class _Prompt:
         self.cells, self.spec, self.windows = cells, decoder.kv_spec(), decoder.config.layer_windows
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        q, k, v = split(heads, norm, rope, self.spec)
-        self.queries, self.keys = q, k
-        for head, own in enumerate(self.cells):
-            own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
+        if self.spec.source(layer) != layer:
+            q = queries(heads, norm, rope)
+        else:
+            q, k, v = split(heads, norm, rope, self.spec.slots_of(layer))
+            self.queries, self.keys = q, k
+            for head, own in enumerate(self.cells):
+                own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
         window = self.windows[layer]
         return torch.stack([attend(q[p], self.cells, p, window, norm.sinks) for p in range(len(q))])
 
@@ -61,8 +64,11 @@ class _Token:
         self.engine, self.layer, self.position = engine, layer, position
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        cells = self.engine.cells[self.layer]
-        q, k, v = split(heads, norm, rope, self.engine.decoder.kv_spec())
+        spec = self.engine.decoder.kv_spec()
+        cells = self.engine.cells[spec.source(layer)]
+        if spec.source(layer) != layer:
+            return attend(queries(heads, norm, rope)[0], cells, self.position)[None]
+        q, k, v = split(heads, norm, rope, spec.slots_of(layer))
         self.engine.queries[self.layer].append(q[0])
         self.engine.store(self.layer, self.position, k[0], v[0])
         return attend(q[0], cells, self.position, sinks=norm.sinks)[None]
@@ -82,14 +88,15 @@ class ListsEngine:
         """``budgets``: of every layer and kv head, where they differ in their top-k slots from ``budget``."""
         self.decoder, self.budget, self.is_random = decoder, budget, isinstance(selector, Random)
         self.rule = Variant() if self.is_random else as_variant(selector)
-        layers, heads = range(decoder.config.num_layers), range(decoder.config.num_kv_heads)
-        self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for _ in layers]
-        self.frozen: list[list[set[int]]] = [[set() for _ in heads] for _ in layers]
+        config = decoder.config
+        layers = [range(config.heads_of(layer).num_kv_heads) for layer in range(config.num_layers)]
+        self.cells: list[list[list[Cell]]] = [[[] for _ in heads] for heads in layers]
+        self.frozen: list[list[set[int]]] = [[set() for _ in heads] for heads in layers]
         self.windows = decoder.config.layer_windows
         by_layer = [budget if size is None else KVBudget.full(size) for size in self.windows]
-        self.budgets = budgets or [[own for _ in heads] for own in by_layer]
+        self.budgets = budgets or [[own for _ in heads] for own, heads in zip(by_layer, layers, strict=True)]
         self.reselection = reselection
-        self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for _ in layers]  # by position
+        self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for heads in layers]  # by position
         self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
         self.prompt_len = self.num_reselections = 0
 
@@ -97,13 +104,18 @@ class ListsEngine:
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Greedy tokens and the log-probability of each."""
         self.prompt_len = len(prompt)
-        hidden = self.decoder.embed(torch.tensor(prompt))
+        ids, sources = torch.tensor(prompt), map(self.decoder.config.source_of, range(self.decoder.config.num_layers))
+        hidden, inputs, whole = self.decoder.embed(ids), self.decoder.token_inputs(ids), {}
         positions = torch.arange(len(prompt))
         rope = self.decoder.rope(positions, torch.full_like(positions, len(prompt)))
-        for layer in range(self.decoder.config.num_layers):
-            view = _Prompt(self.cells[layer], self.decoder)
-            hidden = self.decoder.layer(layer, hidden, rope, view)
-            self._compress(layer, view.queries, view.keys, len(prompt))
+        for layer, source in enumerate(sources):
+            if source == layer:
+                whole[layer] = [list(own) for own in self.cells[layer]]
+            view = _Prompt(whole[source], self.decoder)
+            hidden = self.decoder.layer(layer, hidden, rope, view, inputs)
+            if source == layer:
+                self.cells[layer] = [list(own) for own in whole[layer]]
+                self._compress(layer, view.queries, view.keys, len(prompt))
         tokens, logprobs = [], []
         for position in range(len(prompt), len(prompt) + count):
             scores = self.decoder.logits(hidden[-1:])[0].log_softmax(-1)
@@ -162,7 +174,8 @@ class ListsEngine:
         for layer in range(self.decoder.config.num_layers):
             if self.reselection is not None and len(self.queries[layer]) >= self.reselection.num_queries:
                 self._reselect(layer, self.reselection)
-            hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position))
+            inputs = self.decoder.token_inputs(torch.tensor([token]))
+            hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position), inputs)
         return hidden
 
     def store(self, layer: int, position: int, k: Tensor, v: Tensor) -> None:

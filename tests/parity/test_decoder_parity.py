@@ -34,7 +34,7 @@ from tests.parity.checkpoints import (
     randomise_corrections,
     save,
 )
-from tests.parity.heads import split
+from tests.parity.heads import queries, split
 
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
                  "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -105,16 +105,20 @@ class FullAttention:
         return x
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        q, k, v = split(heads, norm, rope, self.spec)
-        if layer in self.keys:
+        if (source := self.spec.source(layer)) != layer:  # whose keys and values are those of this call's tokens too
+            q, k, v = queries(heads, norm, rope), self.keys[source], self.values[source]
+        else:
+            q, k, v = split(heads, norm, rope, self.spec.slots_of(layer))
+        if source == layer in self.keys:
             k, v = torch.cat((self.keys[layer], k)), torch.cat((self.values[layer], v))
-        self.keys[layer], self.values[layer] = k, v
+        if source == layer:
+            self.keys[layer], self.values[layer] = k, v
         group = q.shape[1] // k.shape[1]
         k, v = k.float().repeat_interleave(group, dim=1), v.float().repeat_interleave(group, dim=1)
         scores = torch.einsum("the,she->hts", q.float(), k) / q.shape[-1] ** 0.5
         offset = k.shape[0] - q.shape[0]
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
-        cache = self.spec.layers[layer]
+        cache = self.spec.slots_of(layer)
         if isinstance(cache, Window):
             hidden |= torch.ones_like(hidden).tril(offset - cache.num_tokens)
         scores = scores.masked_fill(hidden, -torch.inf)
@@ -149,7 +153,7 @@ def run(decoder: Decoder, view: FullAttention, ids: Tensor, start: int) -> Tenso
     rope = decoder.rope(positions, torch.full_like(positions, start + len(ids)))
     hidden = decoder.embed(ids)
     for index in range(decoder.config.num_layers):
-        hidden = decoder.layer(index, hidden, rope, view)
+        hidden = decoder.layer(index, hidden, rope, view, decoder.token_inputs(ids))
     return decoder.logits(hidden)
 
 
@@ -232,7 +236,7 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
     folder = save(model, tmp_path)
     with caplog.at_level("INFO"):
         decoder = load(folder)
-    assert "tensors of the vision tower and its projector are not loaded" in caplog.text
+    assert "tensors of towers for images or sound are not loaded" in caplog.text
     ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         theirs = model(ids[None]).logits[0]
@@ -303,7 +307,7 @@ def test_tokens_of_a_layer_do_not_mix(num_tokens: int, tmp_path: Path) -> None:
 
     class ValuesOnly:
         def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:
-            q, k, _ = split(heads, norm, rope, decoder.kv_spec())
+            q, k, _ = split(heads, norm, rope, decoder.kv_spec().slots_of(layer))
             return q + k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
     decoder = load(save(build("qwen2"), tmp_path))

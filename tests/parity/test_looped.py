@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict
+from snapstream.models.tensors import base_name
 from snapstream.models.weights import DecoderWeights
 from snapstream.startup.measure import gains_by
 from snapstream.types import SamplingParams
@@ -280,19 +282,26 @@ def random_runner(
     for matrix in weights.matrices.values():
         matrix.fill(torch.randn(matrix.shape) / matrix.shape[-1] ** 0.5)
     for name, vector in weights.vectors.items():
-        vector.normal_().mul_(0.3).add_(1.0 * name.endswith("norm"))
+        vector.normal_().mul_(0.3).add_(1.0 * base_name(name).endswith(("norm", "scalar", "scale")))
     topk = capacity // 4 if reselection else 0
     budget = KVBudget(num_sink=capacity // 4, num_topk=topk, num_recent=capacity - capacity // 4 - topk)
     config = EngineConfig(
         budget=budget, max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,
         reselection=reselection,  # type: ignore[arg-type]
-        num_speculative_tokens=0 if reselection or model.recurrent_layers else 3,
+        num_speculative_tokens=0 if reselection or model.recurrent_layers or model.has_uneven_layers else 3,
     )  # fmt: skip
     runner = ModelRunner(Decoder(model, weights), config)
     cache = runner.cache
     spec = cache.spec
-    sides = ((cache.k, cache.k_scale, spec.key_dim), (cache.v, cache.v_scale, spec.value_dim))
-    for (stored, scale, size), encoding in zip(sides, cache.encodings, strict=True):
+    sides = [(cache.k, cache.k_scale, spec.key_dim), (cache.v, cache.v_scale, spec.value_dim)]
+    if spec.is_uneven:
+        layers = [(spec.slots_of(index), cache.layer(index)) for index in spec.slot_layer_indices]
+        sides = [
+            side
+            for own, rows in layers
+            for side in ((rows.k, rows.scales[0], own.key_dim), (rows.v, rows.scales[1], own.value_dim))
+        ]
+    for (stored, scale, size), encoding in zip(sides, cycle(cache.encodings), strict=False):
         numbers = torch.randn(*stored.shape[:-1], size)
         if encoding.format.scales == "slot" and scale is not None:
             numbers *= 2.0 ** torch.randint(-3, 2, (*scale.shape, 1))

@@ -109,6 +109,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         }  # fmt: skip
     elif architecture.startswith(NEED_WINDOWS):
         found["sliding_window"] = 5000
+    if architecture.startswith("Gemma4"):
+        found |= draw_gemma4(random, size, heads)
     if family.other_layer_types:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
         if architecture.startswith("Granite"):
@@ -120,12 +122,33 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             found |= draw_single_parts(random, size)
     if family.has_experts:
         found |= draw_experts(random, size, architecture, layers)
+    if "Gemma4" in architecture:
+        found["vocab_size_per_layer_input"] = found["vocab_size"]
     if rope is None or (rope["rope_type"] != "longrope" and architecture != "Phi3ForCausalLM"):
         return model_config_from_dict(found)
     dim = found.get("qk_rope_head_dim") or found["head_dim"]
     pairs = int(dim * part) // 2
     factors = {"short_factor": [1.5] * pairs, "long_factor": [2.0 + pair for pair in range(pairs)]}
     return model_config_from_dict(found | {"rope_scaling": rope | factors})
+
+
+def draw_gemma4(random: Random, size: Sizes, heads: int) -> dict[str, Any]:
+    """Layers of two kinds, whose heads differ; of the last ones some share keys and values, or experts in all."""
+    layers = size.any(1, 6)
+    kinds = [*random.choices(["sliding_attention", "full_attention"], k=layers - 1), "full_attention"]
+    has_experts = random.random() < 0.5
+    shared = 0 if has_experts else random.randint(0, layers - 1)
+    while set(kinds[layers - shared :]) - set(kinds[: layers - shared]):
+        shared -= 1
+    return {
+        "num_hidden_layers": layers, "layer_types": kinds, "num_kv_shared_layers": shared, "attention_bias": False,
+        "use_double_wide_mlp": random.random() < 0.5, "attention_k_eq_v": random.random() < 0.5,
+        "global_head_dim": size.inputs(160, times=heads, multiple=4), "sliding_window": random.choice([1, 30, 1025]),
+        "num_global_key_value_heads": random.choice([count for count in range(1, heads + 1) if heads % count == 0]),
+        "hidden_size_per_layer_input": random.choice([0, max(size.group, 32) * size.any(1, 2)]),
+        "final_logit_softcapping": random.choice([None, 3.0]), "enable_moe_block": has_experts,
+        "top_k_experts": size.any(1, 2), "rope_scaling": None,
+    }  # fmt: skip
 
 
 def draw_recurrent(random: Random, size: Sizes, kind: str, layers: int) -> dict[str, Any]:
@@ -206,7 +229,8 @@ class Drawn:
         group = random.choice([32, 64, 128]) if width in ("int8", "int4") else 1
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
         kv_dtype = random.choice(["auto", "fp8"] if model.latent else [
-            own for own in KV_DTYPES if own != "float32" and ("int4" not in own or model.head_dim % 32 == 0)
+            own for own in KV_DTYPES
+            if own != "float32" and ("int4" not in own or not any(heads.head_dim % 32 for heads in model.all_heads))
         ])  # fmt: skip
         instructions = random.choice(instruction_sets())
         plain = formats

@@ -56,7 +56,8 @@ LENGTHS = (3, 17, 33, 48, 60)
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize(
-    "name", ["llama-gqa-tied", "qwen3", "llama-dynamic", "deepseek-v3-dense", "qwen2-windows", "gpt-oss"]
+    "name",
+    ["llama-gqa-tied", "qwen3", "llama-dynamic", "deepseek-v3-dense", "qwen2-windows", "gpt-oss", "gemma4-shared"],
 )
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     budget, selector = CASES[case]
@@ -132,7 +133,21 @@ BORDERS = (1, 20, 21, 22, 31, 32, 33, 34, 63, 64, 65, 96, 97, 2, 41, 42, 43)
 
 
 @pytest.mark.parametrize(
-    "name", ["minimax-m2", "ministral3", "mistral4", "cohere2", "cohere2-panels", "ernie-moe", "hy3", "mellum", "dots1"]
+    "name",
+    [
+        "minimax-m2",
+        "ministral3",
+        "mistral4",
+        "cohere2",
+        "cohere2-panels",
+        "ernie-moe",
+        "hy3",
+        "mellum",
+        "dots1",
+        "gemma4",
+        "gemma4-shared",
+        "gemma4-moe",
+    ],
 )
 def test_many_rows_equal_transformers(name: str, tmp_path: Path) -> None:
     """In one batch of 17 rows, and in two of 16 and 1, in each executor."""

@@ -69,7 +69,7 @@ class Case:
         """The case of a model: latents are attended expanded, a key and a value per query head."""
         if model.latent is not None:
             return cls.of(device, dtype, model.latent.expanded_dim, 1)
-        own = cls.of(device, dtype, model.head_dim, model.group_size)
+        own = cls.of(device, dtype, model.widest_head, model.group_size)
         window = min(filter(None, model.layer_windows), default=None)
         return replace(own, window=window, has_sinks=model.has_sinks)
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the rest runs without the packages of a server: `snapstream
     from snapstream.server.openai.protocol import TemplateOptions
 
 OPENING, CLOSING = "<think>", "</think>"  # around reasoning, in which no calls are parsed
+THOUGHT, THOUGHT_END = "<|channel>thought", "<channel|>"  # the same in Gemma 4; the first is a token and a word
 # Harmony, the format of gpt-oss: an answer is a list of messages, each with a channel in its header.
 #     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
 #     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
@@ -253,8 +254,14 @@ class AnswerStart(Enum):
     INSIDE = "inside"  # yes: the prompt ends with <think>
     LIKELY = "likely"  # yes (``deepseek_r1``), with or without <think>
     OPEN = "open"  # if it starts with <think>
+    THOUGHT = "thought"  # if it starts with Gemma 4's tag
     HARMONY = "harmony"  # if its first message is of the channel analysis
     ANSWER = "answer"  # no: the prompt ends with </think>, or reasoning is not parsed
+
+
+def closing_of(parser: ReasoningParser) -> str:
+    """The tag that ends reasoning."""
+    return THOUGHT_END if parser == "gemma4" else CLOSING
 
 
 def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningParser:
@@ -263,6 +270,8 @@ def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningPa
         return wanted
     if CHANNEL in chat_template and MESSAGE in chat_template:
         return "harmony"
+    if THOUGHT_END in chat_template:
+        return "gemma4"
     return "qwen3" if OPENING in chat_template or CLOSING in chat_template else "none"
 
 
@@ -272,6 +281,9 @@ def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None =
         return AnswerStart.ANSWER
     if parser == "harmony":
         return AnswerStart.HARMONY if prefix is None else AnswerStart.ANSWER  # an answer that is continued is final
+    if parser == "gemma4":
+        is_answering = prefix is not None or prompt.rstrip().endswith(THOUGHT_END)
+        return AnswerStart.ANSWER if is_answering else AnswerStart.THOUGHT
     if prefix is not None:
         return AnswerStart.INSIDE if prefix.rfind(OPENING) > prefix.rfind(CLOSING) else AnswerStart.ANSWER
     prompt = prompt.rstrip()
@@ -314,15 +326,19 @@ def allow_reasoning(
         analysis = f'{channel} "analysis" {message} TEXT {end} {start} "assistant"'
         final = "" if has_heads else f' {channel} "final" {message}'
         return replace(grammar, preface=f"preface: analysis?{final}\nanalysis: {analysis}\nTEXT: /(.|\\n)*/\n")
-    opening = OPENING if OPENING in symbols else f'"{OPENING}"'
-    is_symbol = CLOSING in symbols
+    opening, closing = OPENING if OPENING in symbols else f'"{OPENING}"', CLOSING
+    if beginning is AnswerStart.THOUGHT:
+        tag, _, word = THOUGHT.partition(">")
+        opening, closing = f'{tag}> "{word}"' if f"{tag}>" in symbols else f'"{THOUGHT}"', THOUGHT_END
+    is_symbol = closing in symbols
     rules = {
+        AnswerStart.THOUGHT: f"preface: begun?\nbegun: {opening} reasoning GAP",
         AnswerStart.INSIDE: "preface: reasoning GAP",
         AnswerStart.LIKELY: f"preface: {opening}? reasoning GAP",
         AnswerStart.OPEN: f"preface: begun?\nbegun: {opening} reasoning GAP",
     }
     reasoning = (
-        f"reasoning: TEXT {CLOSING}\nTEXT: /(.|\\n)*/" if is_symbol else f'reasoning[suffix="{CLOSING}"]: /(.|\\n)*/'
+        f"reasoning: TEXT {closing}\nTEXT: /(.|\\n)*/" if is_symbol else f'reasoning[suffix="{closing}"]: /(.|\\n)*/'
     )
     return replace(grammar, preface=f"{rules[beginning]}\n{reasoning}\nGAP: /[ \\n]{{0,4}}/\n")
 
@@ -360,6 +376,8 @@ class ReasoningSplitter(_Splitter):
     def __init__(self, beginning: AnswerStart) -> None:
         super().__init__(self._after if beginning is AnswerStart.ANSWER else self._begin)
         self._beginning = beginning
+        is_thought = beginning is AnswerStart.THOUGHT
+        self._opening, self._closing = (THOUGHT, THOUGHT_END) if is_thought else (OPENING, CLOSING)
         self._has_reasoning = False
 
     @property
@@ -379,21 +397,21 @@ class ReasoningSplitter(_Splitter):
     def _begin(self) -> bool:
         """The first visible characters decide whether the model writes the opening tag."""
         stripped = self._text.lstrip()
-        if not self._is_over and len(stripped) < len(OPENING) and OPENING.startswith(stripped):
+        if not self._is_over and len(stripped) < len(self._opening) and self._opening.startswith(stripped):
             return False
-        if stripped.startswith(OPENING):
-            self._text = stripped[len(OPENING) :]
+        if stripped.startswith(self._opening):
+            self._text = stripped[len(self._opening) :]
             self._step = self._inside
         else:
-            self._step = self._after if self._beginning is AnswerStart.OPEN else self._inside
+            self._step = self._after if self._beginning in (AnswerStart.OPEN, AnswerStart.THOUGHT) else self._inside
         return True
 
     def _inside(self) -> bool:
         """The reasoning, up to the closing tag; white space at its end is held back."""
         if not self._has_reasoning:
             self._text = self._text.lstrip()
-        place = self._text.find(CLOSING)
-        end = place if place >= 0 else len(self._text) - (0 if self._is_over else overlap(self._text, (CLOSING,)))
+        place = self._text.find(self._closing)
+        end = place if place >= 0 else len(self._text) - (0 if self._is_over else overlap(self._text, (self._closing,)))
         shown = self._text[:end].rstrip()
         if shown:
             self._reasoning.append(shown)
@@ -401,7 +419,7 @@ class ReasoningSplitter(_Splitter):
         if place < 0:
             self._text = "" if self._is_over else self._text[len(shown) :]
             return False
-        self._text = self._text[place + len(CLOSING) :]
+        self._text = self._text[place + len(self._closing) :]
         self._step = self._gap
         return True
 

@@ -21,11 +21,11 @@ from snapstream.server.http.errors import ApiError, not_finite
 from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.http.requests import DONE, EventStream
 from snapstream.server.openai.answer_reader import (
-    CLOSING,
     AnswerReader,
     AnswerStart,
     ToolCallParser,
     allow_reasoning,
+    closing_of,
     find_answer_start,
     unused_options,
 )
@@ -221,7 +221,7 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         request=request,
         compression=compression,
         beginning=beginning,
-        closing_id=server.texts.id_of(CLOSING),
+        closing_id=server.texts.id_of(closing_of(server.reasoning)),
         make_calls=plan.make_parser,
     )
 

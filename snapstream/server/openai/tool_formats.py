@@ -11,6 +11,7 @@ With arguments in a JSON object:
     deepseek_v3    <｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{...}\n```<｜tool▁call▁end｜>    V3, R1
     deepseek_v31   <｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>                            V3.1
     kimi_k2        <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>
+    gemma4         <|tool_call>call:f{city:<|"|>Paris<|"|>,days:2}<tool_call|>           keys and words without quotes
     harmony        <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>          gpt-oss
 
 As in Python, as the whole answer or between two special tokens:
@@ -44,6 +45,7 @@ from snapstream.server.openai.tool_format import (
     Function,
     GrammarBuilder,
     Head,
+    JsonArguments,
     NotACall,
     bare_name,
     bare_word,
@@ -568,6 +570,60 @@ class MiniMaxM2(TaggedFormat):
         return f"{head} {each_property(rules, function, wrapping)} {rules.text('</invoke>')}"
 
 
+# A grammar makes a model write the arguments as JSON, which is read too.
+GEMMA_CALL, GEMMA_CALL_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+
+
+class QuotedArguments:
+    """An object whose texts are between ``QUOTE`` tokens and have no escapes; the rest is read as ``JsonArguments``."""
+
+    def __init__(self) -> None:
+        self._inner = JsonArguments()
+        self._json = ""  # not consumed by it yet
+        self._is_text = False
+        self.is_closed = False
+
+    def read(self, text: str, *, is_over: bool) -> tuple[int, str]:
+        place, pieces = 0, []
+        while place < len(text) and not self.is_closed:
+            if text.startswith(QUOTE, place):
+                end, piece = place + len(QUOTE), '"'
+                self._is_text = not self._is_text
+            elif QUOTE.startswith(text[place:]):
+                place = len(text) if is_over else place  # a token that is cut
+                break
+            elif self._is_text:
+                found = text.find(QUOTE[0], place + 1)
+                end = len(text) if found < 0 else found
+                piece = json.dumps(text[place:end], ensure_ascii=False)[1:-1]
+            else:
+                end, piece = place + 1, text[place]
+            place = end
+            self._json += piece
+            consumed, made = self._inner.read(self._json, is_over=False)
+            self._json = self._json[consumed:]
+            pieces.append(made)
+            self.is_closed = self._inner.is_closed
+        return place, "".join(pieces)
+
+
+class Gemma4(CallFormat):
+    name = "gemma4"
+    marks = (GEMMA_CALL,)
+    tags = (GEMMA_CALL, GEMMA_CALL_END, QUOTE)
+    between = ""
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        name, end = bare_name(text, expect(text, 0, GEMMA_CALL, "call:"), names)
+        return Head(name, expect(text, end, "{") - 1, (GEMMA_CALL_END,))
+
+    def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
+        return QuotedArguments()
+
+    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
+        return f"{rules.text(f'{GEMMA_CALL}call:{function.name}')} {rules.arguments(function)} {rules.text(GEMMA_CALL_END)}"
+
+
 class Harmony(CallFormat):
     name = "harmony"
     marks = (CALL_MARK,)
@@ -589,7 +645,7 @@ FORMATS: dict[str, CallFormat] = {
     call_format.name: call_format
     for call_format in (
         Hermes(), Llama3(), Llama4Pythonic(), Qwen3Coder(), Glm45(), Glm47(), DeepSeekV3(), DeepSeekV31(), KimiK2(),
-        Mistral(), Harmony(), MiniMaxM2(), Cohere(), Nemotron(),
+        Mistral(), Harmony(), MiniMaxM2(), Cohere(), Nemotron(), Gemma4(),
     )
 }  # fmt: skip
 
@@ -603,6 +659,7 @@ _TEMPLATE_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("cohere", ("<|START_ACTION|>",)),
     ("nemotron", ("<TOOLCALL>",)),
+    ("gemma4", ("<|tool_call>", "call:")),
     ("glm45", ("<arg_key>", "<arg_value>", "</arg_key>\\n<arg_value>")),
     ("glm45", ("<arg_key>", "<arg_value>", "</arg_key>\n<arg_value>")),
     ("glm47", ("<arg_key>", "<arg_value>")),

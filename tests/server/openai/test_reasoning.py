@@ -27,6 +27,7 @@ from snapstream.server.openai.answer_reader import (
     ToolCallParser,
     allow_reasoning,
     choose_reasoning,
+    closing_of,
     effort_arguments,
     find_answer_start,
 )
@@ -68,6 +69,9 @@ TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "
         (INSIDE, "</think>b", "", "b"),
         (LIKELY, "a</think>b", "a", "b"),
         (LIKELY, "<thi", "<thi", ""),
+        (AnswerStart.THOUGHT, "<|channel>thought\nLet me <see.\n<channel|>Hello.", "Let me <see.", "Hello."),
+        (AnswerStart.THOUGHT, "<|channel>thought\n<channel|>Hello.", "", "Hello."),
+        (AnswerStart.THOUGHT, "Hello. <channel|>", "", "Hello. <channel|>"),
     ],
 )
 def test_pieces_of_every_size_read_the_same(beginning: AnswerStart, text: str, thought: str, answer: str) -> None:
@@ -155,6 +159,11 @@ def test_where_an_answer_begins() -> None:
     assert find_answer_start("qwen3", "...<|assistant|>") is OPEN
     assert find_answer_start("deepseek_r1", "...<|assistant|>") is LIKELY
     assert find_answer_start("none", "...<think>\n") is ANSWER
+    gemma = TURNS + "{{ '<|channel>thought\n<channel|>' }}"
+    assert choose_reasoning("auto", gemma) == "gemma4" and closing_of("gemma4") == "<channel|>"
+    assert find_answer_start("gemma4", "...<|turn>model\n") is AnswerStart.THOUGHT
+    assert find_answer_start("gemma4", "...<|turn>model\n<|channel>thought\n<channel|>") is ANSWER
+    assert find_answer_start("gemma4", "...", "so") is ANSWER
 
 
 def test_what_templates_hear_of_an_effort() -> None:

@@ -250,6 +250,8 @@ ONE: dict[str, str] = {
     "cohere": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {A}}}\n]'
     "<|END_ACTION|>",
     "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {A}}}]</TOOLCALL>',
+    "gemma4": f'<|tool_call>call:get_weather{{city:<|"|>{CITY}<|"|>,days:3,exact:true,'
+    'tags:[<|"|>a,b<|"|>,<|"|>it\'s<|"|>],where:{lat:-1.5},unit:null}<tool_call|>',
 }
 ONE["glm47"] = ONE["glm45"].replace("\n", "")
 SEVERAL: dict[str, str] = {
@@ -280,6 +282,7 @@ SEVERAL: dict[str, str] = {
     f'{{"tool_call_id": "1", "tool_name": "run", "parameters": {{"input": {json.dumps(CODE)}}}}}\n]<|END_ACTION|>',
     "nemotron": '<TOOLCALL>[{"name": "now", "arguments": {}}, {"name": "run", "arguments": '
     f'{{"input": {json.dumps(CODE)}}}}}]</TOOLCALL>',
+    "gemma4": f'<|tool_call>call:now{{}}<tool_call|><|tool_call>call:run{{input:<|"|>{CODE}<|"|>}}<tool_call|>',
     "harmony": "<|channel|>commentary to=functions.now<|message|>{}<|channel|>commentary to=functions.run<|message|>"
     f'{{"input": {json.dumps(CODE)}}}<|call|>',
 }
@@ -409,6 +412,7 @@ def test_ids_are_those_that_templates_expect() -> None:
         ("minimax_m2", '<minimax:tool_call><invoke name="now"></minimax:tool_call>', [("now", "{}")]),
         ("cohere", '<|START_ACTION|>{"tool_name": "now", "parameters": {}}<|END_ACTION|>', [("now", "{}")]),
         ("nemotron", '<TOOLCALL>{"name": "now", "arguments": {}}</TOOLCALL>', [("now", "{}")]),
+        ("gemma4", '<|tool_call>call:get_weather{"city": "Rome"}', [("get_weather", '{"city": "Rome"}')]),
         ("kimi_k2", "<|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>", [("now", "{}")]),
         ("mistral", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]now{}", [("now", "{}"), ("now", "{}")]),
         ("llama3_json", '<|python_start|>{"name": "now", "parameters": {}}<|python_end|>', [("now", "{}")]),
@@ -456,6 +460,7 @@ TEMPLATES = {
     "kimi_k2": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}",
     "mistral": '{{- "[TOOL_CALLS][" }}',
     "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
     "cohere": "You will write tool calls as <|START_ACTION|>[{ ... }]<|END_ACTION|>",
     "nemotron": "{{- '<TOOLCALL>[' -}}{%- for call in message.tool_calls -%}",
     "harmony": '{{- "functions." + tool_call.name + "<|channel|>commentary " }}{{- content_type + "<|message|>" }}',

@@ -322,6 +322,7 @@ TEXT = Function(
         ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "say", "parameters": {"text":"Zoë\\n"}}'
          "\n]<|END_ACTION|>"),
         ("nemotron", '<TOOLCALL>[{"name": "say", "arguments": {"text":"Zoë\\n"}}]</TOOLCALL>'),
+        ("gemma4", '<|tool_call>call:say{"text":"Zoë\\n"}<tool_call|>'),
         ("mistral", '[TOOL_CALLS][{"name": "say", "arguments": {"text":"Zoë\\n"}}]'),
         ("harmony", '<|channel|>commentary to=functions.say <|constrain|>json<|message|>{"text":"Zoë\\n"}'),
     ],

@@ -62,6 +62,12 @@ STATES = {
 DELTA = {
     "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 3, "linear_num_value_heads": 32,
 }  # fmt: skip
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 512, "head_dim": 256, "global_head_dim": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "vocab_size_per_layer_input": 128_256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
+    "hidden_size": 2048, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+}  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
 _EVEN = (1 / 64,) * 8
 PROFILE = HeadProfile(
@@ -82,6 +88,9 @@ CASES: dict[str, dict[str, Any]] = {
     "states": {},
     "states, fp8": {"kv_dtype": "fp8"},
     "states of DeltaNet": {},
+    "gemma4": {},
+    "gemma4, fp8": {"kv_dtype": "fp8"},
+    "gemma4, int4": {"weights": WeightFormats.of("int4")},
     "latents": {},
     "latents, hops": {"selector": Hops()},
     "latents, fp8": {"kv_dtype": "fp8"},
@@ -100,6 +109,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
     settings = DEEPSEEK_V2_LITE | {"num_hidden_layers": 6} if case.startswith("latents") else LLAMA_8B
     if case.startswith("windows"):
         settings = LLAMA_8B | WINDOWS
+    elif case.startswith("gemma4"):
+        settings = LLAMA_8B | GEMMA4
     elif case.startswith("states"):
         settings = LLAMA_8B | (DELTA if "DeltaNet" in case else STATES)
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -135,6 +146,7 @@ def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.Captu
     options = {"fp32": ["--dtype", "float32"], "fp8": ["--kv-dtype", "fp8"], "hops": ["--selector", "hops"],
                "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
                "windows, fp8": ["--kv-dtype", "fp8"], "states, fp8": ["--kv-dtype", "fp8"],
+               "gemma4, fp8": ["--kv-dtype", "fp8"], "gemma4, int4": ["--weights", "int4"],
                "reselection": ["--reselect-every", "40"], "heads": ["--heads", heads],
                "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
                "heads, KV re-selection": ["--heads", heads, "--reselect-every", "40"],

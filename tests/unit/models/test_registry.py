@@ -79,6 +79,10 @@ def test_what_the_architectures_add() -> None:
 
 
 # The fields of published config.json files that decide shapes, and the number of parameters.
+GEMMA4_LARGE: dict[str, Any] = {
+    "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144,
+    "sliding_window": 1024,
+}  # fmt: skip
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "LFM2-1.2B": (
         {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288,
@@ -181,6 +185,39 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}},
         3_880_263_168,
     ),
+    **{
+        name: (
+            {"architectures": ["Gemma4ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {
+                "attention_k_eq_v": False, "enable_moe_block": False, "final_logit_softcapping": 30.0,
+                "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size_per_layer_input": 256, "max_position_embeddings": 131072, "model_type": "gemma4_text",
+                "num_attention_heads": 8, "num_kv_shared_layers": 0, "rms_norm_eps": 1e-06, "rope_parameters": {
+                    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0,
+                                       "rope_type": "proportional"},
+                    "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+                "layer_types": (["sliding_attention"] * (step - 1) + ["full_attention"]) * (layers // step),
+                "num_hidden_layers": layers, "sliding_window": 512, "tie_word_embeddings": True,
+                "use_bidirectional_attention": None, "use_double_wide_mlp": False, "vocab_size": 262144,
+                "vocab_size_per_layer_input": 262144, **changes},
+             "vision_config": {"model_type": "gemma4_vision"}},
+            parameters,
+        )
+        for name, step, layers, changes, parameters in (
+            ("gemma-4-E2B-it", 5, 35,
+             {"hidden_size": 1536, "intermediate_size": 6144, "num_key_value_heads": 1, "num_kv_shared_layers": 20,
+              "use_double_wide_mlp": True}, 4_628_569_379),
+            ("gemma-4-E4B-it", 6, 42,
+             {"hidden_size": 2560, "intermediate_size": 10240, "num_key_value_heads": 2, "num_kv_shared_layers": 18},
+             7_463_013_418),
+            ("gemma-4-26B-A4B-it", 6, 30,
+             {**GEMMA4_LARGE, "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+              "moe_intermediate_size": 704, "num_attention_heads": 16, "num_experts": 128, "top_k_experts": 8,
+              "num_global_key_value_heads": 2, "num_key_value_heads": 8}, 25_233_141_790),
+            ("gemma-4-31B-it", 6, 60,
+             {**GEMMA4_LARGE, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32,
+              "num_global_key_value_heads": 4, "num_key_value_heads": 16}, 30_697_345_340),
+        )
+    },
     "Mistral-Small-3.1-24B-Instruct-2503": (
         {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3", "text_config": {
             "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120, "intermediate_size": 32768,
@@ -588,9 +625,14 @@ def test_gpt_oss() -> None:
     assert model_config_from_dict(old) == small  # as the config class of transformers fills them in
 
 
+GEMMA4: dict[str, Any] = {
+    **LLAMA, "architectures": ["Gemma4ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh", "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": LLAMA["vocab_size"],
+    "hidden_size_per_layer_input": 32, "global_head_dim": 16,
+}  # fmt: skip
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
-        {**LLAMA, "architectures": ["Gemma4ForCausalLM"]},
+        {**LLAMA, "architectures": ["Gemma9ForCausalLM"]},
         "unknown architecture .*LlamaForCausalLM, MistralForCausalLM",
     ),
     ({**PUBLISHED["MiniMax-M2"][0], "scoring_func": "softmax"}, "scoring_func is 'softmax'; .*it must be 'sigmoid'"),
@@ -650,6 +692,17 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**LLAMA, "architectures": ["GraniteForCausalLM"], "logits_scaling": 0},
         "logits_scaling is 0; it must be a number over",
     ),
+    (
+        {**GEMMA4, "num_kv_shared_layers": 2, "attention_bias": True, "use_bidirectional_attention": "all"},
+        "use_bidirectional_attention is 'all'; only causal.*attention_bias is true",
+    ),
+    ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2 of 2 layers; none before them is of the kind"),
+    (
+        {**GEMMA4, "hidden_size_per_layer_input": 48},
+        "embeddings per layer have 48 numbers; it must be a multiple of 32",
+    ),
+    ({**GEMMA4, "vocab_size_per_layer_input": 9}, "vocab_size_per_layer_input is 9; it must be vocab_size"),
+    ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is .*it must give head_dim and"),
     (
         {**PUBLISHED["gemma-3-1b-it"][0], "final_logit_softcapping": 30.0, "use_bidirectional_attention": True},
         "final_logit_softcapping is 30.0; only models without soft caps.*only causal attention",

@@ -26,6 +26,21 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     const float* scales;    // of FP8 (products.h)
 };
 
+struct LayerParts {  // of one layer: its own matrices, and what layers may differ in
+    Stack qkv, o, gate_up, down;                                // rows 0: it has none
+    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
+    const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
+    int64_t kv_heads, head_dim, inner;
+    int64_t source;           // the layer whose slots it attends to: itself, or one that shares them with it
+    int64_t values_are_keys;  // as projected
+    float score_scale;        // of products of queries and keys
+    float scalar;             // of the residual stream behind the layer
+    // Of an embedding of each token for this layer, see Model: its table [V, P], the projection of that of layer 0
+    // [P, D], and the gate [P, D] and projection [D, P] of what it adds, which has the norm [D].
+    Stack per_layer_table, per_layer_in, per_layer_gate, per_layer_out;
+    const float* per_layer_norm;
+};
+
 struct Mixture {  // of experts, in the L' layers that have them; no experts: none (experts.h)
     // [L' held, 2M (without gate M) or D, D or M]: expert e of the i-th layer with experts is matrix i held + e - first_held
     Stack gate_up, down;
@@ -38,6 +53,9 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
     const float* shared_gate;  // [L', D]: a sigmoid of the token, times the output of the shared experts; or null
     float scale, least_sum;    // what the sum of the chosen scores is increased by before it divides them
     float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
+    // Experts beside every MLP: norms of the output of the MLP, and of the input and the output of the experts; what the
+    // router's input is multiplied with behind the norm, [L, D]; of the shares of experts, [L, X]. Null: in its place.
+    const float *mlp_part_norm, *experts_norm, *experts_part_norm, *router_scale, *expert_scale;
 };
 
 struct Latent {  // attention over latents; rank 0: none (latent.h)
@@ -70,22 +88,26 @@ struct Ranks {  // processes of one machine that compute every step together, ea
 };
 
 struct Model {  // of a rank: heads, inner sizes and the lines of embed and head are its share, all else is whole
-    int64_t layers, hidden, heads, kv_heads, head_dim, inner, vocab;
-    // [L]: the kinds of a layer's parts, and its places in the stacks of those kinds.
+    int64_t layers, hidden, heads, vocab;
+    int64_t kv_heads, head_dim, inner;  // where layers differ, the most
+    // [L]: the kinds of a layer's parts, and its places in the stacks of those kinds; its matrices.
     const int64_t *mixers, *mixer_places, *mlps, *mlp_places;
+    const LayerParts* parts;
     int64_t is_single;  // layers have one part each, and input_norm and post_norm are the same
-    Stack embed, qkv, o, gate_up, down, head;
+    Stack embed, head;
     const float *input_norm, *post_norm;                        // [L, D], or both null
     const float *attention_out_norm, *mlp_out_norm;             // [L, D]: of outputs before they are added; or null
     const float* final_norm;                                    // [D]
-    const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [L, out], or null
-    const float *q_norm, *k_norm;                               // [L, E], whole [L, H E] and [L, G E], or null
     int64_t is_parallel;  // attention and MLP read input_norm, and both outputs are added; post_norm is null
     int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
+    int64_t norms_values;                                       // each head of v, without weights
+    int64_t per_layer_dim;                                      // P, of embeddings for each layer; 0: none
+    const float* per_layer_in_norm;                             // [P]
     int64_t activation;                                         // of MLPs and experts
     int64_t has_attention_gate;  // qkv begins with [H E] gates, whose sigmoid multiplies the output of attention
-    const float* window_frequencies;                            // [rotated / 2], of layers with windows; or null
+    const float* window_frequencies;                            // [window_rotated / 2], of layers with windows; or null
+    int64_t window_rotated, window_head_dim, full_head_dim;     // full: of the other layers
     float window_rope_scale;
     const float* sinks;                                         // [L, H]: a logit in each softmax, or null
     const float* frequencies;                                   // [rotated / 2]
@@ -101,6 +123,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     float unrotated_scale;  // of queries and keys in layers without rotary embedding
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;
+    float logit_cap;  // c of c tanh(logits / c); 0: none
     Mixture mixture;
     Latent latent;
     Recurrent recurrent;
@@ -109,11 +132,12 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
 struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]
     int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
     int64_t* num_sampled;
-    char *keys, *values;
-    float *key_scales, *value_scales;  // [L, rows + 1, G] or one per slot; or null
+    // [L]: addresses of the keys and values of each layer, and of their scales, [rows + 1, G] or one per slot; or null.
+    // Of a layer that shares the slots of another: that one's.
+    const int64_t *keys, *values, *key_scales, *value_scales;
     float* queries;                    // [L, rows + 1, kept, H, E], or null
-    // [L]: the first slot of each layer, [rows + 1, G, C] of them; its C; of a sliding window C again, else 0.
-    const int64_t *layer_starts, *layer_slots, *windows;
+    // [L]: C of the slots [rows + 1, G, C] that each layer attends to; of a sliding window C again, else 0.
+    const int64_t *layer_slots, *windows;
     // With per-head budgets a row is [row_slots], else these are null. [L, G]: a head's first slot in a row, and the
     // end of its top-k region, which a ring of `ring` slots follows. [L, rows + 1, G]: by how many tokens KV
     // re-selections have set a head back, or null.

@@ -13,8 +13,9 @@ struct Region {  // the slots of a kv head of a row: the first of them, those th
 inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // ../../../kv/layout.py
     const RowTable& rows = w.rows;
     const int64_t row = w.step.rows[b], head = layer * w.model.kv_heads + kv_head;
+    const int64_t heads = w.model.parts[layer].kv_heads;
     int64_t token = rows.num_tokens[row] + ahead_of(w, b), start = rows.ring_start[row], capacity = rows.capacity[row];
-    int64_t first = rows.layer_starts[layer] + (row * w.model.kv_heads + kv_head) * rows.layer_slots[layer];
+    int64_t first = (row * heads + kv_head) * rows.layer_slots[layer];
     if (rows.windows[layer]) {
         start = 0;
         capacity = rows.windows[layer];
@@ -36,9 +37,9 @@ inline int64_t num_parts(Work& w, int64_t b) { return region(w, 0, b, 0).parts()
 inline int64_t slot(Work& w, int64_t b) { return region(w, 0, b, 0).slot; }
 
 // One head normed and, unless angle is null, rotated: out [E]. all: the heads that are normed together, `heads` of them.
-inline void rotated_head(Work& w, const float* head, const float* weight, const float* angle, float* out,
+inline void rotated_head(Work& w, const float* head, int64_t size, const float* weight, const float* angle, float* out,
                          const float* all, int64_t heads) {
-    const int64_t size = w.model.head_dim, half = size / 2;
+    const int64_t half = size / 2;
     const bool whole = w.model.has_whole_qk_norm;
     const float factor = weight ? norm_factor(whole ? all : head, whole ? heads * size : size, w.model.eps) : 1.0f;
     if (weight && whole) weight += head - all;
@@ -55,42 +56,51 @@ inline void rotated_head(Work& w, const float* head, const float* weight, const 
     }
 }
 
-inline StoredHead stored_head(Work& w, int64_t first) {  // from that slot of all rows on
+inline StoredHead stored_head(Work& w, int64_t layer, int64_t first) {  // from that slot of a layer of all rows on
     const RowTable& rows = w.rows;
     const RowForm keys{rows.key_format}, values{rows.value_format};
-    const int64_t size = w.model.head_dim;
-    const auto scales = [&](RowForm form, float* all) { return form.has_slot_scales() ? all + first : nullptr; };
-    return {keys, values, size, rows.keys + keys.bytes(first * size), rows.values + values.bytes(first * size),
-            scales(keys, rows.key_scales), scales(values, rows.value_scales)};
+    const int64_t size = w.model.parts[layer].head_dim;
+    const auto at = [&](RowForm form, const int64_t* all) {
+        return reinterpret_cast<char*>(all[layer]) + form.bytes(first * size);
+    };
+    const auto scales = [&](RowForm form, const int64_t* all) {
+        return form.has_slot_scales() ? reinterpret_cast<float*>(all[layer]) + first : nullptr;
+    };
+    return {keys, values, size, at(keys, rows.keys), at(values, rows.values), scales(keys, rows.key_scales),
+            scales(values, rows.value_scales)};
 }
 
 // The learned gate of a kv head's outputs, [group * E].
-inline void gate_attended(Work& w, int64_t b, int64_t kv_head, float* found) {
-    const int64_t count = w.model.heads / w.model.kv_heads * w.model.head_dim;
-    const float* gates = w.engine.heads + b * w.model.qkv.rows + kv_head * count;
+inline void gate_attended(Work& w, int64_t layer, int64_t b, int64_t kv_head, float* found) {
+    const LayerParts& own = w.model.parts[layer];
+    const int64_t count = w.model.heads / own.kv_heads * own.head_dim;
+    const float* gates = w.engine.heads + b * own.qkv.rows + kv_head * count;
     for (int64_t i = 0; i < count; ++i) found[i] /= 1.0f + std::exp(-gates[i]);
 }
 
 inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {
     const RowTable& rows = w.rows;
-    const int64_t size = w.model.head_dim, group = w.model.heads / w.model.kv_heads, row = w.step.rows[b];
-    const int64_t head = (layer * rows.num_rows + row) * w.model.kv_heads + kv_head;
-    const StoredHead stored = stored_head(w, seen.first);
+    const LayerParts& parts = w.model.parts[layer];
+    const int64_t size = parts.head_dim, kv_heads = parts.kv_heads, group = w.model.heads / kv_heads;
+    const int64_t row = w.step.rows[b], head = row * w.model.kv_heads + kv_head;
+    const StoredHead stored = stored_head(w, layer, seen.first);
     const bool has_head_scales = rows.key_scales && !stored.key_scales;
-    const float k_scale = has_head_scales ? rows.key_scales[head] : 1.0f;
-    const float v_scale = has_head_scales ? rows.value_scales[head] : 1.0f;
+    const auto head_scale = [&](const int64_t* all) {
+        return has_head_scales ? reinterpret_cast<const float*>(all[layer])[head] : 1.0f;
+    };
+    const float k_scale = head_scale(rows.key_scales), v_scale = head_scale(rows.value_scales);
     const int64_t gates = gates_of(w.model), place = place_of(w, layer);
-    const float *own = w.engine.heads + b * (gates + (w.model.heads + 2 * w.model.kv_heads) * size) + gates,
-        *angle = w.engine.angles + (w.model.window_frequencies && rows.windows[layer] ? w.step.batch + b : b) * size;
+    const bool is_windowed = w.model.window_frequencies && rows.windows[layer];
+    const float *own = w.engine.heads + b * parts.qkv.rows + gates,
+        *angle = w.engine.angles + (is_windowed ? w.step.batch + b : b) * w.model.head_dim;
     if (w.model.rotated_layers && !w.model.rotated_layers[layer]) angle = nullptr;
     const float *queries = own, *keys = own + w.model.heads * size;
     float *q = w.scratch, *rest = w.scratch + group * size;
     const bool whole = w.model.has_whole_qk_norm;
-    const int64_t q_normed = whole ? w.model.heads : 1, k_normed = whole ? w.model.kv_heads : 1;
-    const float* q_norm = w.model.q_norm ? w.model.q_norm + place * q_normed * size : nullptr;
-    const float* k_norm = w.model.k_norm ? w.model.k_norm + place * k_normed * size : nullptr;
+    const int64_t q_normed = whole ? w.model.heads : 1, k_normed = whole ? kv_heads : 1;
     for (int64_t r = 0; r < group; ++r)
-        rotated_head(w, queries + (kv_head * group + r) * size, q_norm, angle, q + r * size, queries, q_normed);
+        rotated_head(w, queries + (kv_head * group + r) * size, size, parts.q_norm, angle, q + r * size, queries,
+                     q_normed);
     if (const float stretch = query_scale(w, b); stretch != 1.0f)
         for (int64_t i = 0; i < group * size; ++i) q[i] *= stretch;
     if (rows.queries && part == 0) {
@@ -98,24 +108,25 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
         const int64_t line = (layer * rows.num_rows + row) * rows.kept_queries + kept;
         std::memcpy(rows.queries + (line * w.model.heads + kv_head * group) * size, q, group * size * 4);
     }
-    const float factor = k_scale * stored.key_form.unit() / std::sqrt(static_cast<float>(size));
+    const float factor = k_scale * stored.key_form.unit() * parts.score_scale;
     for (int64_t i = 0; i < group * size; ++i) q[i] *= factor;
     const bool has_rotated_keys = stored.key_form.is_rotated(), has_rotated_values = stored.value_form.is_rotated();
     for (int64_t r = 0; has_rotated_keys && r < group; ++r) rotate_blocks(q + r * size, size);
     const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
-    if (begin <= at && at < end) {
-        rotated_head(w, keys + kv_head * size, k_norm, angle, rest, keys, k_normed);
-        const float* value = own + (w.model.heads + w.model.kv_heads + kv_head) * size;
+    if (begin <= at && at < end && parts.source == layer) {
+        rotated_head(w, keys + kv_head * size, size, parts.k_norm, angle, rest, keys, k_normed);
+        const float* value = keys + (parts.values_are_keys ? kv_head : kv_heads + kv_head) * size;
         if (has_rotated_keys) rotate_blocks(rest, size);
         stored.put_key(rest, at, k_scale);
-        if (has_rotated_values) {
-            std::copy(value, value + size, rest);
-            rotate_blocks(rest, size);
+        if (has_rotated_values || w.model.norms_values) {
+            const float norm = w.model.norms_values ? norm_factor(value, size, w.model.eps) : 1.0f;
+            for (int64_t i = 0; i < size; ++i) rest[i] = value[i] * norm;
+            if (has_rotated_values) rotate_blocks(rest, size);
             value = rest;
         }
         stored.put_value(value, at, v_scale);
     }
-    const int64_t first = (b * w.model.kv_heads + kv_head) * w.engine.max_parts;
+    const int64_t first = (b * kv_heads + kv_head) * w.engine.max_parts;
     const auto found = [&](int64_t i) {
         const int64_t line = (first + i) * group;
         return Part{w.engine.part_peaks + line, w.engine.part_totals + line, w.engine.part_mixed + line * size};
@@ -128,17 +139,17 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const float* sinks = w.model.sinks ? w.model.sinks + place * w.model.heads + kv_head * group : nullptr;
     merge_parts(found(0), count, group, size, v_scale * stored.value_form.unit(), sinks, rest);
     for (int64_t r = 0; has_rotated_values && r < group; ++r) rotate_blocks(rest + r * size, size);
-    if (gates) gate_attended(w, b, kv_head, rest);
-    pack_heads(w, w.model.o, b, kv_head, w.model.kv_heads, rest);
+    if (gates) gate_attended(w, layer, b, kv_head, rest);
+    pack_heads(w, parts.o, b, kv_head, kv_heads, rest);
 }
 
 inline void attend_rows(Work& w, int64_t layer) {
+    const int64_t kv_heads = w.model.parts[layer].kv_heads;
     int64_t most = 1;
     for (int64_t b = 0; b < w.step.batch; ++b)
-        for (int64_t head = 0; head < w.model.kv_heads; ++head)
-            most = std::max(most, region(w, layer, b, head).parts());
-    w.share(w.step.batch * w.model.kv_heads * most, 1, [&](int64_t task) {
-        const int64_t part = task % most, head = task / most % w.model.kv_heads, first = task / most / w.model.kv_heads;
+        for (int64_t head = 0; head < kv_heads; ++head) most = std::max(most, region(w, layer, b, head).parts());
+    w.share(w.step.batch * kv_heads * most, 1, [&](int64_t task) {
+        const int64_t part = task % most, head = task / most % kv_heads, first = task / most / kv_heads;
         if (ahead_of(w, first)) return;
         // One task for all entries of a row, in order: each reads the slots that the later ones overwrite.
         for (int64_t b = first; b < w.step.batch && (b == first || ahead_of(w, b)); ++b) {

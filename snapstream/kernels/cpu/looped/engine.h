@@ -37,7 +37,8 @@ struct Span {  // the pairs of one chosen expert, counted among those that lie o
 
 struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its experts, sorted by expert
     // [B, D], rows filled up to ALIGN_K; the same packed; [B, X]; [B, k]; [B k, 2M]; packed by expert [B k, M]
-    float *normed, *packed, *scores, *shares, *gate_up, *inner;
+    // [B, D], of experts beside an MLP: what the router reads
+    float *normed, *packed, *scores, *shares, *gate_up, *inner, *routed_by;
     float *shared_gate_up, *shared_inner, *shared_share;  // [B, 2S]; packed [B, S]; [B]: of the shared gate
     std::vector<float*> own, sums;         // of each thread: packed tokens of an expert; what panels gave, by pair
     std::vector<int64_t> chosen, pair_of;  // [B, k]: experts; their pairs
@@ -54,6 +55,7 @@ struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its ex
         const int64_t wide = padded(model.hidden), pairs = batch * m.top_k;
         normed = cut(batch * wide);
         packed = cut(batch * wide);
+        routed_by = cut(m.router_scale ? batch * wide : 0);
         scores = cut(batch * (m.experts + W));
         shares = cut(pairs);
         gate_up = cut(pairs * m.gate_up.rows);
@@ -95,8 +97,9 @@ struct StepBuffers {
     // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers, gate and up [B, 2I]; packed activations;
     // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
     // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
+    // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave.
     float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
-        *outputs;
+        *outputs, *embedded, *beside;
     std::vector<float*> scratch;  // of each thread
 
     StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);
@@ -127,7 +130,15 @@ struct Engine : StepBuffers {
 inline int64_t gates_of(const Model& model) { return model.has_attention_gate ? model.heads * model.head_dim : 0; }
 inline bool has_gate(const Model& model) { return model.activation != RELU2; }
 inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
-inline int64_t layer_stages(const Model& model) { return attention_stages(model) + (model.mixture.experts ? 6 : 4); }
+constexpr int64_t MLP_STAGES = 4, MIXTURE_STAGES = 6, PER_LAYER_STAGES = 4;
+inline bool is_beside_mlp(const Model& model) { return model.mixture.mlp_part_norm; }
+// Of the MLP, or of experts in its place, or of both and of the sum.
+inline int64_t mlp_stages(const Model& model) {
+    return is_beside_mlp(model) ? MLP_STAGES + MIXTURE_STAGES + 1 : model.mixture.experts ? MIXTURE_STAGES : MLP_STAGES;
+}
+inline int64_t layer_stages(const Model& model) {
+    return attention_stages(model) + mlp_stages(model) + (model.per_layer_dim ? PER_LAYER_STAGES : 0);
+}
 inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }
 
 // x [tokens, cols] times a matrix transposed, plus bias or null: out [tokens, rows]; buffer for tokens x (cols + 3)

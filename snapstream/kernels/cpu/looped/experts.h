@@ -43,7 +43,8 @@ void take_best(float* numbers, char* is_taken, int64_t size, int64_t count, Take
     }
 }
 
-inline void choose_by(Work& w, float* scores, const float* logit_bias, const float* correction, int64_t b) {
+inline void choose_by(Work& w, float* scores, const float* logit_bias, const float* correction,
+                      const float* expert_scale, int64_t b) {
     const int64_t count = w.moe.experts;
     float *choice = w.scratch, *group_scores = w.scratch + count;
     char *is_taken = reinterpret_cast<char*>(w.scratch + 2 * count), *is_inside = is_taken + count;
@@ -68,14 +69,17 @@ inline void choose_by(Work& w, float* scores, const float* logit_bias, const flo
     int64_t next = 0;
     take_best(choice, is_taken, count, w.moe.top_k, [&](int64_t expert) { chosen[next++] = expert; });
     for (int64_t j = 0; j < w.moe.top_k; ++j) total += scores[chosen[j]];
-    for (int64_t j = 0; j < w.moe.top_k; ++j)
+    for (int64_t j = 0; j < w.moe.top_k; ++j) {
         shares[j] = (w.moe.normalises ? scores[chosen[j]] / (total + w.moe.least_sum) : scores[chosen[j]]) * w.moe.scale;
+        if (expert_scale) shares[j] *= expert_scale[chosen[j]];
+    }
 }
 
 // Of the layer-th of those with experts: token b by its scores.
 inline void choose_of(Work& w, int64_t layer, int64_t b) {
     const auto own = [&](const float* all) { return all ? all + layer * w.moe.experts : nullptr; };
-    choose_by(w, w.routed.scores + b * (w.moe.experts + W), own(w.moe.router_bias), own(w.moe.correction), b);
+    choose_by(w, w.routed.scores + b * (w.moe.experts + W), own(w.moe.router_bias), own(w.moe.correction),
+              own(w.moe.expert_scale), b);
 }
 
 inline bool is_held(Work& w, int64_t expert) {
@@ -208,7 +212,8 @@ inline void score_block(Work& w, int64_t layer, int64_t first) {
     const float* router = w.moe.router + (layer * w.moe.experts + first) * w.model.hidden;
     for (int64_t b = 0; b < w.step.batch; b += MOST_DOTS) {
         const int64_t tokens = std::min<int64_t>(MOST_DOTS, w.step.batch - b);
-        dots(tokens, w.routed.normed + b * wide, wide, router, count, w.model.hidden, w.scratch, W);
+        const float* read = w.routed.routed_by ? w.routed.routed_by : w.routed.normed;
+        dots(tokens, read + b * wide, wide, router, count, w.model.hidden, w.scratch, W);
         for (int64_t t = 0; t < tokens; ++t)
             std::memcpy(w.routed.scores + (b + t) * line + first, w.scratch + t * W, count * 4);
     }
@@ -341,7 +346,8 @@ inline void add_panel(Work& w, int64_t layer, Turn turn, const float* sums, int6
         for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i];
         const int64_t at = b * w.model.hidden + first;
         for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
-        if (w.ranks.is_alone())
+        if (is_beside_mlp(w.model)) std::copy(total, total + rows, w.engine.outputs + at);
+        else if (w.ranks.is_alone())
             for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
         else std::copy(total, total + rows, own_part(w, turn) + at);
     }
@@ -374,6 +380,35 @@ inline void add_up_experts(Work& w, int64_t layer, Turn turn) {
     });
 }
 
+// Beside an MLP: what the experts and the router read of the residual stream, whose norms are in `factors`.
+inline void norm_beside(Work& w, int64_t layer) {
+    const int64_t size = w.model.hidden, wide = padded(size);
+    const float *own = w.moe.experts_norm + layer * size, *scale = w.moe.router_scale + layer * size;
+    const float root = 1.0f / std::sqrt(static_cast<float>(size));
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        const float *x = w.engine.residual + b * size, factor = w.engine.factors[b];
+        float *normed = w.routed.normed + b * wide, *read = w.routed.routed_by + b * wide;
+        for (int64_t i = 0; i < size; ++i) {
+            normed[i] = x[i] * factor * own[i];
+            read[i] = x[i] * factor * scale[i] * root;
+        }
+        std::fill(normed + size, normed + wide, 0.0f);
+        std::fill(read + size, read + wide, 0.0f);
+    });
+}
+
+// The norms of what the MLP and the experts gave, added up.
+inline void add_beside(Work& w, int64_t layer) {
+    const int64_t size = w.model.hidden;
+    const float *first = w.moe.mlp_part_norm + layer * size, *second = w.moe.experts_part_norm + layer * size;
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        float *mlp = w.engine.beside + b * size, *experts = w.engine.outputs + b * size;
+        const float own = norm_factor(mlp, size, w.model.eps), other = norm_factor(experts, size, w.model.eps);
+        for (int64_t i = 0; i < size; ++i)
+            experts[i] = mlp[i] * own * first[i] + experts[i] * other * second[i];
+    });
+}
+
 // Whether a stage has no task in this step; it then has no barrier either.
 inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
     return (stage == 2 && chooses_at_once(w)) || (stage == 4 && activates_experts_at_once(w));
@@ -382,7 +417,9 @@ inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
 inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t own = w.model.mlp_places[layer];
     switch (stage) {
-        case 0: return norm_tokens(w, w.model.post_norm + layer * w.model.hidden, own, turn_before_mlp(w, layer));
+        case 0: return is_beside_mlp(w.model) ? norm_beside(w, layer)
+                                              : norm_tokens(w, w.model.post_norm + layer * w.model.hidden, own,
+                                                            turn_before_mlp(w, layer));
         case 1: return score_experts(w, own);
         case 2: return choose_experts(w, own);
         case 3: return expand_experts(w, own);

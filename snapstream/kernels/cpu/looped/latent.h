@@ -35,11 +35,11 @@ inline void rotate_halves(Work& w, int64_t layer, const float* x, int64_t b, flo
 
 inline char* row_of(Work& w, int64_t layer, int64_t row) {
     const RowForm form{w.rows.key_format};
-    return w.rows.keys + form.bytes((w.rows.layer_starts[layer] + row * w.rows.layer_slots[layer]) * latent_size(w));
+    return reinterpret_cast<char*>(w.rows.keys[layer]) + form.bytes(row * w.rows.layer_slots[layer] * latent_size(w));
 }
 
 inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of a row
-    return w.rows.key_scales ? w.rows.key_scales[layer * w.rows.num_rows + row] : 1.0f;
+    return w.rows.key_scales ? reinterpret_cast<const float*>(w.rows.key_scales[layer])[row] : 1.0f;
 }
 
 inline void norm_narrow(Work& w, int64_t layer) {

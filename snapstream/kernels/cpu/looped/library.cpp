@@ -24,17 +24,25 @@ int64_t whole_input(const Stack& matrix, int64_t heads) {
 StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut) {
     const int64_t parts = batch * model.heads * parts_of(rows), own = scratch_floats(model, batch);
     residual = cut(batch * model.hidden);
-    const int64_t projected = gates_of(model) + (model.heads + 2 * model.kv_heads) * model.head_dim;
-    heads = cut(batch * std::max(projected, model.recurrent.in.rows));
-    gate_up = cut(batch * model.gate_up.rows);
+    int64_t projected = model.recurrent.in.rows, whole = whole_input(model.recurrent.out, model.recurrent.key_heads);
+    int64_t expanded = 2 * model.per_layer_dim;
+    for (int64_t layer = 0; layer < model.layers; ++layer) {
+        const LayerParts& parts = model.parts[layer];
+        projected = std::max(projected, parts.qkv.rows);
+        expanded = std::max(expanded, parts.gate_up.rows);
+        whole = std::max(whole, whole_input(parts.o, parts.kv_heads));
+    }
+    heads = cut(batch * projected);
+    gate_up = cut(batch * expanded);
     packed = cut(batch * padded(widest_input(model)));
     angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);
     part_peaks = cut(parts);
     part_totals = cut(parts);
     part_mixed = cut(parts * model.head_dim);
-    attended = cut(batch * std::max(whole_input(model.o, model.kv_heads),
-                                    whole_input(model.recurrent.out, model.recurrent.key_heads)));
+    attended = cut(batch * whole);
     outputs = cut(model.attention_out_norm || model.is_parallel ? batch * model.hidden : 0);
+    embedded = cut(model.per_layer_dim ? batch * padded(model.hidden) : 0);
+    beside = cut(is_beside_mlp(model) ? batch * model.hidden : 0);
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }
 
@@ -65,7 +73,7 @@ extern "C" {
 // Bytes of the structs, in the order of abi.h.
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
-        sizeof(Stack), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
+        sizeof(Stack), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
         sizeof(Sampling), sizeof(Draw), sizeof(Prompt), sizeof(Passing), sizeof(Routed), sizeof(Heads),
         sizeof(Convolving), sizeof(DeltaRule)};
     return bytes;

@@ -54,6 +54,12 @@ class Stack(Structure):
     _fields_ = fields_of("Stack")
 
 
+class LayerParts(Structure):
+    """The matrices of one layer, and what layers may differ in."""
+
+    _fields_ = fields_of("LayerParts", Stack)
+
+
 class Mixture(Structure):
     """The experts of a model; all zeros without."""
 
@@ -138,6 +144,7 @@ class DeltaRule(Structure):
 
 STRUCTS = (
     Stack,
+    LayerParts,
     Mixture,
     Latent,
     Recurrent,

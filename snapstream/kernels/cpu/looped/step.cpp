@@ -32,7 +32,9 @@ void embed_token(Work& w, int64_t token, int64_t at) {
 
 // Cosines and sines of a position (reference: ../../../models/rope.py).
 void angles_of(Work& w, int64_t position, bool is_window, float* out) {
-    const int64_t half = (w.latent.rank ? w.latent.rope_dim : w.model.head_dim) / 2;
+    const int64_t head_dim = is_window ? w.model.window_head_dim : w.model.full_head_dim;
+    const int64_t half = (w.latent.rank ? w.latent.rope_dim : head_dim) / 2;
+    const int64_t rotated = is_window ? w.model.window_rotated : w.model.rotated;
     const bool is_long = w.model.long_original && position + 1 > w.model.long_original;
     const float* frequencies = is_long ? w.model.long_frequencies : w.model.frequencies;
     if (is_window) frequencies = w.model.window_frequencies;
@@ -43,15 +45,15 @@ void angles_of(Work& w, int64_t position, bool is_window, float* out) {
         const float length = static_cast<float>(std::max(position + 1, w.model.dynamic_original));
         const float factor = w.model.dynamic_factor;
         const float growth = factor * length / w.model.dynamic_original - (factor - 1.0f);
-        base = w.model.dynamic_theta * std::pow(growth, static_cast<float>(w.model.rotated) / (w.model.rotated - 2));
+        base = w.model.dynamic_theta * std::pow(growth, static_cast<float>(rotated) / (rotated - 2));
     }
     for (int64_t i = 0; i < half; ++i) {
-        if (i >= w.model.rotated / 2) {
+        if (i >= rotated / 2) {
             out[i] = 1.0f;
             out[half + i] = 0.0f;
             continue;
         }
-        const float share = 2.0f * i / w.model.rotated;
+        const float share = 2.0f * i / rotated;
         const float frequency = is_dynamic ? 1.0f / std::pow(base, share) : frequencies[i];
         const float angle = static_cast<float>(position) * frequency;
         out[i] = std::cos(angle) * scale;
@@ -59,10 +61,15 @@ void angles_of(Work& w, int64_t position, bool is_window, float* out) {
     }
 }
 
+int64_t token_of(Work& w, int64_t b) { return w.step.inputs ? w.step.inputs[b] : w.rows.last_token[w.step.rows[b]]; }
+
 void embed(Work& w) {
     w.share(w.step.batch, 1, [&](int64_t b) {
         const int64_t row = w.step.rows[b];
-        embed_token(w, w.step.inputs ? w.step.inputs[b] : w.rows.last_token[row], b * w.model.hidden);
+        embed_token(w, token_of(w, b), b * w.model.hidden);
+        if (w.model.per_layer_dim)
+            put_input(w.model.parts[0].per_layer_in, w.engine.embedded, Place(w.tokens, b),
+                      w.engine.residual + b * w.model.hidden, 0, w.model.hidden);
         const int64_t position = w.rows.next_position[row] + ahead_of(w, b);
         angles_of(w, position, false, w.engine.angles + b * w.model.head_dim);
         if (w.model.window_frequencies)
@@ -90,6 +97,18 @@ Likeliest likeliest_here(Work& w, int64_t b) {  // of this rank
     return best;
 }
 
+void cap_logits(float cap, float* own, int64_t count) {  // NaN stays NaN
+    for (int64_t i = 0; i < count; i += W) {
+        const int64_t some = std::min<int64_t>(W, count - i);
+        const vec x = load_some(own + i, some), e = exponential(x * (-2.0f / cap));
+        const vec capped = cap * ((1.0f - e) / (1.0f + e));
+        float lanes[W];
+        store(lanes, capped);
+        for (int64_t j = 0; j < some; ++j)
+            if (own[i + j] == own[i + j]) own[i + j] = lanes[j];
+    }
+}
+
 void head_stage(Work& w) {
     Likeliest* best = &w.engine.likeliest[w.thread * w.engine.max_batch];
     const int64_t before = w.ranks.rank * w.model.head.rows;  // tokens of the ranks before this one
@@ -103,6 +122,7 @@ void head_stage(Work& w) {
             std::memcpy(own, sums + b * PANEL, count * 4);
             if (w.model.logits_multiplier != 1.0f)
                 for (int64_t i = 0; i < count; ++i) own[i] *= w.model.logits_multiplier;
+            if (w.model.logit_cap != 0.0f) cap_logits(w.model.logit_cap, own, count);
             if (!w.step.tokens) continue;
             bool is_better = false, is_number = true;
             for (int64_t i = 0; i < count; ++i) {
@@ -135,15 +155,22 @@ void choose_tokens(Work& w) {
     }
 }
 
+// The norm of what a layer adds last, or null.
+const float* last_norm(Work& w, int64_t layer) {
+    return w.model.per_layer_dim ? w.model.parts[layer].per_layer_norm
+                                 : norm_of_layer(w, w.model.mlp_out_norm, layer);
+}
+
 void attention_stage(Work& w, int64_t layer, int64_t stage) {
-    const int64_t place = place_of(w, layer);
+    const LayerParts& own = w.model.parts[layer];
     switch (stage) {
         case 0:
-            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), w.model.qkv, turn_before(w, layer),
-                              layer ? norm_of_layer(w, w.model.mlp_out_norm, layer - 1) : nullptr);
-        case 1: return project(w, w.model.qkv, place, w.model.qkv_bias, w.engine.heads);
+            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.qkv, turn_before(w, layer),
+                              layer ? last_norm(w, layer - 1) : nullptr,
+                              layer ? w.model.parts[layer - 1].scalar : 1.0f);
+        case 1: return project(w, own.qkv, 0, own.qkv_bias, w.engine.heads);
         case 2: return attend_rows(w, layer);
-        default: return add_product(w, w.model.o, place, w.model.o_bias, turn_of(w, layer, AFTER_ATTENTION));
+        default: return add_product(w, own.o, 0, own.o_bias, turn_of(w, layer, AFTER_ATTENTION));
     }
 }
 
@@ -161,20 +188,56 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
         case 5: return absorb(w, layer);
         case 6: return attend_latents(w, layer);
         case 7: return expand_values(w, layer);
-        default: return add_product(w, w.model.o, place, nullptr, AFTER_ATTENTION);
+        default: return add_product(w, w.model.parts[layer].o, 0, nullptr, AFTER_ATTENTION);
     }
 }
 
 void mlp_stage(Work& w, int64_t layer, int64_t stage) {
-    const int64_t place = w.model.mlp_places[layer];
+    const LayerParts& own = w.model.parts[layer];
+    const float* packed = activates_at_once(w, layer) ? w.engine.gate_up : w.engine.packed;
+    if (stage == 3 && is_beside_mlp(w.model)) return project(w, own.down, 0, own.down_bias, w.engine.beside, packed);
     switch (stage) {
         case 0:
             return norm_input(w, norm_of_layer(w, w.model.is_parallel ? w.model.input_norm : w.model.post_norm, layer),
-                              w.model.gate_up, turn_before_mlp(w, layer), norm_of_layer(w, w.model.attention_out_norm, layer));
-        case 1: return expand_tokens(w, place);
-        case 2: return activate_mlp(w);
-        default: return add_product(w, w.model.down, place, w.model.down_bias, turn_of(w, layer, AFTER_MLP),
-                                    activates_at_once(w) ? w.engine.gate_up : w.engine.packed);
+                              own.gate_up, turn_before_mlp(w, layer),
+                              norm_of_layer(w, w.model.attention_out_norm, layer));
+        case 1: return expand_tokens(w, layer);
+        case 2: return activate_mlp(w, layer);
+        default: return add_product(w, own.down, 0, own.down_bias, turn_of(w, layer, AFTER_MLP), packed);
+    }
+}
+
+// What a token's embedding for this layer adds (reference: LayerEnd in ../../../models/layers.py). Of a batch of B,
+// gate_up has the gates [B, P], then the embeddings.
+void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
+    const LayerParts& own = w.model.parts[layer];
+    const int64_t size = w.model.per_layer_dim;
+    float *gates = w.engine.gate_up, *embedded = gates + w.step.batch * size;
+    switch (stage) {
+        case 0:
+            return norm_input(w, nullptr, own.per_layer_gate, AFTER_MLP, norm_of_layer(w, w.model.mlp_out_norm, layer));
+        case 1:
+            project(w, own.per_layer_gate, 0, nullptr, gates);
+            w.end_part();
+            return project(w, own.per_layer_in, 0, nullptr, embedded, w.engine.embedded,
+                           1.0f / std::sqrt(static_cast<float>(w.model.hidden)));
+        case 2:
+            w.share(w.step.batch, 1, [&](int64_t b) {
+                float* x = embedded + b * size;
+                const float factor = norm_factor(x, size, w.model.eps), root = std::sqrt(static_cast<float>(size));
+                copy_row(own.per_layer_table, token_of(w, b), w.scratch);
+                for (int64_t i = 0; i < size; ++i)
+                    x[i] = (x[i] * factor * w.model.per_layer_in_norm[i] + w.scratch[i] * root) * 0.70710678f;
+            });
+            w.end_part();
+            return make_input(w, own.per_layer_out, [&](int64_t b, int64_t first, int64_t count, float* out) {
+                const Gated gated{0.0f, 0.0f, GELU};
+                for (int64_t i = 0; i < count; i += W) {
+                    const int64_t some = std::min<int64_t>(W, count - i), at = b * size + first + i;
+                    store(out + i, gated(load_some(gates + at, some), load_some(embedded + at, some)));
+                }
+            });
+        default: return add_product(w, own.per_layer_out, 0, nullptr, AFTER_MLP);
     }
 }
 
@@ -182,21 +245,30 @@ void layer_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t attention = attention_stages(w.model);
     if (stage < attention && w.model.mixers[layer] == RECURRENT) return recurrent_stage(w, layer, stage);
     if (stage < attention) return w.latent.rank ? latent_stage(w, layer, stage) : attention_stage(w, layer, stage);
-    return w.model.mlps[layer] == EXPERTS ? mixture_stage(w, layer, stage - attention)
-                                          : mlp_stage(w, layer, stage - attention);
+    const int64_t own = stage - attention, last = mlp_stages(w.model);
+    if (own >= last) return per_layer_stage(w, layer, own - last);
+    if (is_beside_mlp(w.model)) {
+        if (own < MLP_STAGES) return mlp_stage(w, layer, own);
+        return own + 1 == last ? add_beside(w, layer) : mixture_stage(w, layer, own - MLP_STAGES);
+    }
+    return w.model.mlps[layer] == EXPERTS ? mixture_stage(w, layer, own) : mlp_stage(w, layer, own);
 }
 
 // Whether a stage has no task for any thread; it then has no barrier either.
 bool is_empty(Work& w, int64_t stage) {
     if (stage == 0 || stage > w.model.layers * layer_stages(w.model)) return false;
     const int64_t layer = (stage - 1) / layer_stages(w.model), attention = attention_stages(w.model),
-        own = (stage - 1) % layer_stages(w.model) - attention;
+        own = (stage - 1) % layer_stages(w.model) - attention, last = mlp_stages(w.model);
     if (own < 0) {
         if (w.model.mixers[layer] == RECURRENT) return is_recurrent_stage_empty(w, own + attention);
         return w.model.mixers[layer] == NO_MIXER;
     }
+    if (own >= last) return false;
     if (w.model.mlps[layer] == NO_MLP) return true;
-    return w.model.mlps[layer] == EXPERTS ? is_mixture_stage_empty(w, own) : own > 3 || (own == 2 && activates_at_once(w));
+    if (is_beside_mlp(w.model) && own >= MLP_STAGES)
+        return own + 1 < last && is_mixture_stage_empty(w, own - MLP_STAGES);
+    if (w.model.mlps[layer] == EXPERTS && !is_beside_mlp(w.model)) return is_mixture_stage_empty(w, own);
+    return own > 3 || (own == 2 && activates_at_once(w, layer));
 }
 
 // Whether the next stage reads what all ranks have made in this one.
@@ -226,7 +298,7 @@ void run(Work& w) {
             layer_stage(w, (stage - 1) / layer_stages(w.model), (stage - 1) % layer_stages(w.model));
         else if (stage == num_stages(w.model) - 2) 
             norm_input(w, w.model.final_norm, w.model.head, turn_before(w, w.model.layers),
-                       norm_of_layer(w, w.model.mlp_out_norm, w.model.layers - 1));
+                       last_norm(w, w.model.layers - 1), w.model.parts[w.model.layers - 1].scalar);
         else head_stage(w);
         w.clear_next();
         end_stage(w, stage);
@@ -263,11 +335,13 @@ void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* o
 }
 
 int64_t scratch_floats(const Model& model, int64_t max_batch) {
-    const int64_t group = model.heads / model.kv_heads * model.head_dim;
     const int64_t products = 2 * std::max(max_batch, PAIR_TOKENS) * PANEL;  // a panel of gate and one of up
-    const int64_t attention = model.latent.rank ? 0
-        : group + std::max(group, attend_scratch(model.heads / model.kv_heads));
-    return std::max({products, attention, latent_scratch(model), mixture_scratch(model), delta_scratch(model)});
+    int64_t attention = 0;
+    for (int64_t layer = 0; layer < model.layers && !model.latent.rank; ++layer) {
+        const int64_t shared = model.heads / model.parts[layer].kv_heads, group = shared * model.parts[layer].head_dim;
+        attention = std::max(attention, group + std::max(group, attend_scratch(shared)));
+    }
+    return std::max({products, attention, model.per_layer_dim, latent_scratch(model), mixture_scratch(model), delta_scratch(model)});
 }
 
 }  // namespace looped

@@ -194,7 +194,7 @@ inline void pack_heads(Work& w, const Stack& next, int64_t b, int64_t head, int6
 
 // Makes the residual stream of token b what a block reads. A parallel MLP reads what attention did; behind it the outputs
 // of both are added. That of attention waits in `outputs`: other ranks overwrite their parts in the next layer.
-inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm) {
+inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm, float scalar) {
     float* x = w.engine.residual + b * w.model.hidden;
     if (w.model.is_parallel) {
         float* attended = w.engine.outputs + b * w.model.hidden;
@@ -205,6 +205,7 @@ inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm)
         for (int64_t i = 0; i < w.model.hidden; ++i) x[i] += attended[i];
     }
     settle(w, added, b, out_norm);
+    for (int64_t i = 0; scalar != 1.0f && i < w.model.hidden; ++i) x[i] *= scalar;
     if (!w.model.is_centered) return;
     vec sum = {};
     int64_t i = 0;
@@ -213,10 +214,11 @@ inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm)
     for (i = 0; i < w.model.hidden; ++i) x[i] -= mean;
 }
 
-// weight: null where the residual stream itself is read; out_norm: of what was added last, or null.
-inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr) {
+// weight: null where the residual stream itself is read; out_norm: of what was added last, or null; scalar: of the sum.
+inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr,
+                       float scalar = 1.0f) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle_stream(w, added, b, out_norm);
+        settle_stream(w, added, b, out_norm, scalar);
         w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
     });
     w.end_part();
@@ -230,8 +232,9 @@ inline void norm_input(Work& w, const float* weight, const Stack& next, Turn add
 // -- the MLP of dense layers
 
 // Whether gate and up are made panel by panel together with their activation, as the next product takes it.
-inline bool activates_at_once(Work& w) {
-    return w.model.inner % PANEL == 0 && (!takes_codes(w.model.down) || w.model.down.group == PANEL);
+inline bool activates_at_once(Work& w, int64_t layer) {
+    const LayerParts& own = w.model.parts[layer];
+    return own.inner % PANEL == 0 && (!takes_codes(own.down) || own.down.group == PANEL);
 }
 
 // Panels of gate and of up, `groups.apart` from it, times the tokens: to scratch, [2][tokens][32].
@@ -253,7 +256,7 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, const 
         std::copy(bias + first, bias + first + PANEL, gate_bias);
         std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
     }
-    const Gated gated = shares ? Gated{w.moe.limit, w.moe.alpha, w.model.activation} : Gated{0.0f, 0.0f, w.model.activation};
+    const Gated gated{shares ? w.moe.limit : 0.0f, shares ? w.moe.alpha : 0.0f, w.model.activation};
     const int64_t apart = has_gate(w.model) ? tokens * PANEL : 0;
     for (int64_t t = 0; t < tokens; ++t, place.next()) {
         const float *gates = sums + t * PANEL, *ups = gates + apart;
@@ -264,29 +267,30 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, const 
     }
 }
 
-inline void expand_tokens(Work& w, int64_t place) {
-    const Stack& stack = w.model.gate_up;
-    const float* bias = w.model.gate_up_bias ? w.model.gate_up_bias + place * stack.rows : nullptr;
-    if (!activates_at_once(w)) return project(w, stack, place, w.model.gate_up_bias, w.engine.gate_up);
+inline void expand_tokens(Work& w, int64_t layer) {
+    const LayerParts& own = w.model.parts[layer];
+    const Stack& stack = own.gate_up;
+    if (!activates_at_once(w, layer)) return project(w, stack, 0, own.gate_up_bias, w.engine.gate_up);
     if (!has_gate(w.model))
-        return product(w, stack, place, nullptr, [&](int64_t first, int64_t, const float* sums) {
-            activate_panel(w, w.model.down, bias, sums, first, w.step.batch, nullptr, w.engine.gate_up);
+        return product(w, stack, 0, nullptr, [&](int64_t first, int64_t, const float* sums) {
+            activate_panel(w, own.down, own.gate_up_bias, sums, first, w.step.batch, nullptr, w.engine.gate_up);
         });
-    const char* data = stack.data + place * stack.layer_bytes;
+    const char* data = stack.data;
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (2 * stack.panel_bytes));
-    w.share(w.model.inner / PANEL, grain, [&](int64_t i) {
+    w.share(own.inner / PANEL, grain, [&](int64_t i) {
         const char* gate = data + i * stack.panel_bytes;
-        const Groups groups(w.step.batch, gate + stack.panel_bytes, w.model.inner / PANEL * stack.panel_bytes);
+        const Groups groups(w.step.batch, gate + stack.panel_bytes, own.inner / PANEL * stack.panel_bytes);
         gate_and_up(w, stack, gate, w.engine.packed, groups);
-        activate_panel(w, w.model.down, bias, w.scratch, i * PANEL, w.step.batch, nullptr, w.engine.gate_up);
+        activate_panel(w, own.down, own.gate_up_bias, w.scratch, i * PANEL, w.step.batch, nullptr, w.engine.gate_up);
     });
 }
 
-inline void activate_mlp(Work& w) {  // where that is a stage of its own
+inline void activate_mlp(Work& w, int64_t layer) {  // where that is a stage of its own
     const Gated gated{0.0f, 0.0f, w.model.activation};
-    const int64_t rows = w.model.gate_up.rows;
-    make_input(w, w.model.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
-        const float *gate = w.engine.gate_up + b * rows + first, *up = gate + rows - w.model.inner;
+    const LayerParts& own = w.model.parts[layer];
+    const int64_t rows = own.gate_up.rows;
+    make_input(w, own.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        const float *gate = w.engine.gate_up + b * rows + first, *up = gate + rows - own.inner;
         for (int64_t i = 0; i < count; i += W) {
             const int64_t some = std::min<int64_t>(W, count - i);
             store(out + i, gated(load_some(gate + i, some), load_some(up + i, some)));
