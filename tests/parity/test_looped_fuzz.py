@@ -381,7 +381,7 @@ def drafts_of(drawn: Drawn, random: Random) -> list[list[int]]:
 def test_verified_drafts_are_steps_one_after_the_other(seed: int) -> None:
     """The same tokens, log-probabilities, counters and slots, greedy or sampled, whatever was drafted."""
     drawn, random = Drawn(seed), Random(-1 - seed)
-    if drawn.runner.config.reselection is not None or drawn.model.recurrent_layers:
+    if drawn.runner.config.num_speculative_tokens == 0:
         return  # refused at the start
     params = [
         SamplingParams(temperature=random.choice([0.0, 1.0]), presence_penalty=1.5, logprobs=2) for _ in drawn.rows
