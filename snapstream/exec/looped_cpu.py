@@ -320,7 +320,7 @@ class LoopedDecode:
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")
         self._max_batch, vocab_size = max_batch(config), parts.decoder.config.vocab_size
-        library = panels_of(parts.decoder, "o").library
+        library = panels_of(parts.decoder, "lm_head").library
         self.pool = pool or ThreadPool(library, num_threads or torch.get_num_threads())
         model, rows = model_of(parts.decoder), _rows(parts)
         floats = workspace_floats(self.pool, model, rows, self._max_batch)
