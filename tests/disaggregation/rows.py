@@ -17,7 +17,7 @@ from snapstream.wire import Connection
 from tests.waiting import HANG_S, until
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-SIZES = RowSizes(num_layers=3, slot_bytes=8, hidden_bytes=16)
+SIZES = RowSizes(num_layers=3, slot_bytes=(8,) * 3, hidden_bytes=16)
 BUDGET = KVBudget(num_sink=1, num_topk=2, num_recent=3)
 REPORT = b'{"a": 1}'
 MAX_REPORT = 64
