@@ -621,7 +621,8 @@ class Gemma4(CallFormat):
         return QuotedArguments()
 
     def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        return f"{rules.text(f'{GEMMA_CALL}call:{function.name}')} {rules.arguments(function)} {rules.text(GEMMA_CALL_END)}"
+        head, tail = rules.text(f"{GEMMA_CALL}call:{function.name}"), rules.text(GEMMA_CALL_END)
+        return f"{head} {rules.arguments(function)} {tail}"
 
 
 class Harmony(CallFormat):
