@@ -31,7 +31,7 @@ from torch import Tensor
 from benchmarks.compile_codes import code_launchers
 from benchmarks.machine import RESULTS
 from figures.machine import describe
-from snapstream.config.model import GROUPS
+from snapstream.config.weights import GROUPS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"

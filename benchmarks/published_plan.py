@@ -12,8 +12,8 @@ from dataclasses import replace
 from benchmarks.published import MODELS
 from figures.markdown import table
 from snapstream.config import DType, EngineOptions, ModelConfig, make_selector
-from snapstream.config.model import StoredWeights
 from snapstream.config.values import format_bytes
+from snapstream.config.weights import StoredWeights
 from snapstream.models.quantization import stored_format
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.models.sharding import num_parameters, weight_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.config.model import QUANTIZED_BITS, ActivationOption, WeightsOption
+from snapstream.config.weights import QUANTIZED_BITS, ActivationOption, WeightsOption
 from snapstream.grammar import GrammarCompiler
 from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.step import Runner

@@ -21,7 +21,7 @@ from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.published import DEEPSEEK_V3
 from benchmarks.stand_ins import Pretend, occupy, random_share
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, ParallelConfig, WeightFormats
-from snapstream.config.model import WeightFormat
+from snapstream.config.weights import WeightFormat
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import Kernels, bind

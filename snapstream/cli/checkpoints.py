@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from snapstream.cli.flags import decode_text, whole_number, whole_option
-from snapstream.config.model import DEFAULT_GROUP, QuantizedDType, WeightFormat, describe_layers
 from snapstream.config.values import DType
+from snapstream.config.weights import DEFAULT_GROUP, QuantizedDType, WeightFormat, describe_layers
 from snapstream.models.hub import local_folder
 
 QUANTIZE_HELP = """Write a checkpoint whose layers are int8 or int4, which transformers and vLLM read as well.

@@ -1,7 +1,7 @@
 """Settings as frozen dataclasses, validated once. No torch.
 
 ``engine.py``: what a user gives and what is decided; ``kv.py``: budgets, per-head budgets, selectors; ``model.py``: the
-shape of a decoder and its weight formats; ``values.py``: dtypes, registries, and how single values are checked.
+shape of a decoder; ``weights.py``: formats of its weights; ``values.py``: dtypes, registries, checks of single values.
 """
 
 from snapstream.config.engine import (
@@ -30,15 +30,7 @@ from snapstream.config.kv import (
     Selector,
     make_selector,
 )
-from snapstream.config.model import (
-    ModelConfig,
-    RopeConfig,
-    RopeKind,
-    StoredWeights,
-    WeightFormat,
-    WeightFormats,
-    WeightsOption,
-)
+from snapstream.config.model import ModelConfig, RopeConfig, RopeKind
 from snapstream.config.values import (
     DTYPE_BYTES,
     KV_DTYPES,
@@ -55,6 +47,7 @@ from snapstream.config.values import (
     plain,
     row_formats,
 )
+from snapstream.config.weights import StoredWeights, WeightFormat, WeightFormats, WeightsOption
 
 __all__ = [
     "DEFAULT_OBSERVATION", "DEFAULT_SELECTOR", "DEFAULT_SINK", "DTYPE_BYTES", "EXECUTORS", "KV_DTYPES", "ROW_FORMATS",

@@ -22,7 +22,7 @@ from snapstream.config.kv import (
     as_heads,
     make_selector,
 )
-from snapstream.config.model import ActivationOption, ModelConfig, WeightFormats, WeightsOption
+from snapstream.config.model import ModelConfig
 from snapstream.config.values import (
     DTYPE_BYTES,
     DType,
@@ -37,6 +37,7 @@ from snapstream.config.values import (
     row_formats,
     set_counts,
 )
+from snapstream.config.weights import ActivationOption, WeightFormats, WeightsOption
 
 SplitAttention = Literal["tp", "dp"]
 SplitExperts = Literal["tp", "ep"]

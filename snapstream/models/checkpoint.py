@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormat, WeightFormats
-from snapstream.config.model import FP8_BLOCK, Packing
+from snapstream.config.weights import FP8_BLOCK, Packing
 from snapstream.kernels.formats import FP8
 from snapstream.kernels.groups import (
     AWQ_ORDER,

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import WeightFormat
-from snapstream.config.model import Activation, WeightDType
+from snapstream.config.model import Activation
+from snapstream.config.weights import WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
 from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm

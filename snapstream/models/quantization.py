@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from snapstream.config import DTYPE_BYTES, DType, StoredWeights
-from snapstream.config.model import (
+from snapstream.config.weights import (
     FP8_BLOCK,
     GROUPS,
     MXFP4_GROUP,

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from snapstream.config import DTYPE_BYTES, ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import FP8_BLOCK, MoEConfig
+from snapstream.config.model import MoEConfig
+from snapstream.config.weights import FP8_BLOCK
 from snapstream.models.registry import tensor_specs
 from snapstream.models.tensors import Part, TensorSpec, checkpoint_parts, part_shape, stacked_shape
 

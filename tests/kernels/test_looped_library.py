@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import bounds
 from snapstream.config import WeightFormat
-from snapstream.config.model import WeightDType
+from snapstream.config.weights import WeightDType
 from snapstream.kernels import groups
 from snapstream.kernels.compile_cache import VARIABLE, compile_folder
 from snapstream.kernels.cpu.looped import build, panels

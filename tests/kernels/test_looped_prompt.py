@@ -15,7 +15,7 @@ from torch import Tensor
 
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import PrefixStoreConfig
-from snapstream.config.model import WeightFormat, WeightFormats
+from snapstream.config.weights import WeightFormat, WeightFormats
 from snapstream.kernels import groups, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import choose

@@ -27,7 +27,7 @@ from snapstream.config import (
     WeightFormats,
 )
 from snapstream.config.kv import HeadProfile
-from snapstream.config.model import StoredWeights, WeightFormat
+from snapstream.config.weights import StoredWeights, WeightFormat
 from snapstream.exec import runner
 from snapstream.exec.sampling import prompt_logprobs
 from snapstream.kernels.backends.autotune import choose

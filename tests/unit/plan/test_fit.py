@@ -20,7 +20,7 @@ from snapstream.config import (
     StoredWeights,
     make_selector,
 )
-from snapstream.config.model import WeightsOption
+from snapstream.config.weights import WeightsOption
 from snapstream.engine.admission import job_chunk_len, unit_work
 from snapstream.models.sharding import decode_weight_bytes
 from snapstream.models.weights import DecoderWeights

@@ -20,8 +20,8 @@ from benchmarks.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B
 from snapstream.cli.__main__ import main
 from snapstream.cli.plan import print_plan
 from snapstream.config import EngineOptions, KVBudget, ModelConfig, ReselectionConfig, WeightFormats, make_selector
-from snapstream.config.model import StoredWeights, WeightFormat
 from snapstream.config.values import parse_flops
+from snapstream.config.weights import StoredWeights, WeightFormat
 from snapstream.kernels.pytorch import CHUNK
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import KVSpec

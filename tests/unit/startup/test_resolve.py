@@ -14,8 +14,9 @@ from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, ReselectionConfig, Settings, WeightFormat
 from snapstream.config.kv import HeadProfile
-from snapstream.config.model import LatentConfig, StoredWeights
+from snapstream.config.model import LatentConfig
 from snapstream.config.values import format_bytes
+from snapstream.config.weights import StoredWeights
 from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.sharding import weight_bytes

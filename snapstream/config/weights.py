@@ -1,0 +1,187 @@
+"""Formats of a model's weights. No torch.
+
+``plan/fit.py`` decides them, ``models/sharding.py`` counts their bytes, ``models/matrix.py`` is their storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal, cast, get_args
+
+from snapstream.config.values import DTYPE_BYTES, DType, check
+
+QuantizedDType = Literal["int8", "int4"]
+WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8", "mxfp4"]  # the last two: stored
+WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
+ActivationOption = Literal["auto", "dtype", "int8"]
+
+QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
+FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
+SCALE_BYTES = 2  # fp16
+MXFP4_GROUP = 32  # numbers along the input that share a power of two
+# Numbers along the input that share a scale. The smallest of the usual 32, 64 and 128: most exact, at half a bit per
+# number against an eighth; and 32 numbers of a row fill a kernel's vector.
+DEFAULT_GROUP = 32
+GROUPS = (32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormat:
+    """How one matrix is stored."""
+
+    dtype: WeightDType
+    group: int = 0  # of int8 and int4: numbers along the input that share a scale
+    # Whether decode rounds the inputs of its GEMMs: with quantized values to int8, per token and group, with bf16 to
+    # bf16.
+    rounds_inputs: bool = False
+
+    def __post_init__(self) -> None:
+        check(
+            self.dtype in get_args(WeightDType),
+            f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(WeightDType))}",
+        )
+        if self.is_quantized and not self.is_fp8:
+            check(self.group in GROUPS, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
+        else:
+            check(self.group == 0, f"group is {self.group}; {self.dtype} weights have no groups")
+            rounds = self.rounds_inputs and self.dtype != "bfloat16"
+            check(not rounds, f"{self.dtype} weights are not multiplied with rounded inputs")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Short numbers with scales: integers in groups, or FP8 in blocks."""
+        return self.dtype in QUANTIZED_BITS
+
+    @property
+    def is_fp8(self) -> bool:
+        """FP8 with a scale per block of 128 by 128."""
+        return self.dtype == "fp8"
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """FP4 with a power of two per 32 numbers (OCP Microscaling Formats 1.0, section 5.3)."""
+        return self.dtype == "mxfp4"
+
+    @property
+    def bits(self) -> int:
+        """Of a number, without its share of a scale."""
+        return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
+
+    def num_bytes(self, shape: tuple[int, ...]) -> int:
+        """Of a matrix ``[..., out, in]``, scales included."""
+        count = prod(shape)
+        if self.is_fp8:
+            return (
+                count + prod(shape[:-2]) * prod(-(-size // FP8_BLOCK) for size in shape[-2:]) * DTYPE_BYTES["float32"]
+            )
+        scale_bytes = 1 if self.is_mxfp4 else SCALE_BYTES
+        return count * self.bits // 8 + (count // self.group * scale_bytes if self.is_quantized else 0)
+
+    def describe(self) -> str:
+        """In a few words: ``int4 in groups of 32``."""
+        if self.is_fp8:
+            return f"fp8 in blocks of {FP8_BLOCK} by {FP8_BLOCK}"
+        return f"{self.dtype} in groups of {self.group}" if self.is_quantized else self.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFormats:
+    """Formats of a model's matrices. Norms and biases are few: they stay in the dtype of the computation."""
+
+    layers: WeightFormat
+    tables: WeightFormat  # the embedding, and the output embedding
+    attention: WeightFormat | None = None  # the matrices around attention; None: as the other ones of a layer
+    # What prefill rounds inputs of the layers' GEMMs to, where a CPU is faster at it: int8 per token and group.
+    prefill_inputs: Literal["bfloat16", "int8"] | None = None
+
+    @classmethod
+    def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightFormats:
+        """One format for all; but with ``int4`` tables and attention are int8, whose errors cost most."""
+        layers = _form(width, group)
+        if not layers.is_quantized:
+            return cls(layers=layers, tables=layers)
+        finer = _form("int8", DEFAULT_GROUP)
+        return cls(layers=layers, tables=finer, attention=finer if width == "int4" else None)
+
+    def describe(self) -> str:
+        """``bfloat16``, or ``int4 in groups of 32, attention, embedding and head int8 in groups of 32``."""
+        named = {"attention": self.attention, "embedding and head": self.tables}
+        others: dict[str, list[str]] = {}  # names by what they are
+        for name, form in named.items():
+            if form is not None and form.describe() != self.layers.describe():
+                others.setdefault(form.describe(), []).append(name)
+        words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
+        prefill = {"bfloat16": "bf16", "int8": "int8", None: ""}[self.prefill_inputs]
+        decode = ("int8" if self.layers.is_quantized else "bf16") if self.layers.rounds_inputs else ""
+        if prefill == decode:
+            return f"{words}; inputs {decode}" if decode else words
+        parts = {"decode": decode, "prefill": prefill}
+        return words + "".join(f"; inputs {inputs} in {phase}" for phase, inputs in parts.items() if inputs)
+
+    def rounding_inputs(self) -> WeightFormats:
+        """The same; quantized matrices round their inputs to int8."""
+        return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.is_quantized))
+
+    def rounding_to_bf16(self) -> WeightFormats:
+        """The same; bf16 matrices round their inputs to bf16."""
+        return self._each(lambda form: replace(form, rounds_inputs=form.rounds_inputs or form.dtype == "bfloat16"))
+
+    def _each(self, change: Callable[[WeightFormat], WeightFormat]) -> WeightFormats:
+        attention = None if self.attention is None else change(self.attention)
+        return replace(self, layers=change(self.layers), tables=change(self.tables), attention=attention)
+
+
+def _form(width: str, group: int) -> WeightFormat:
+    return WeightFormat(dtype=cast(WeightDType, width), group=group if width in QUANTIZED_BITS else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How the files of a quantized checkpoint hold a matrix, where its groups are not those of ``WeightFormat``.
+
+    A number is ``(value - zero) * scale``, of the zero and the scale of its group.
+    """
+
+    layout: Literal["gptq", "awq", "packed", "int8", "fp8"]  # the last three: of compressed-tensors
+    bits: int
+    group: int = 0  # numbers along the input that share a scale; 0: a row
+    has_zeros: bool = False
+    has_order: bool = False  # a table says the group of each column (activation order)
+    zero_shift: int = 0  # what is added to stored zeros
+
+    def describe(self) -> str:
+        """In a few words, for the user."""
+        names = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8 with a scale per row"}
+        words = names.get(self.layout, f"int{self.bits}")
+        return words + " with zero points" * self.has_zeros + " in activation order" * self.has_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeights:
+    """How a checkpoint stores its matrices, as far as its config.json or the headers of its files say."""
+
+    dtype: DType | None = None  # of floats: of all matrices, or of those that are not quantized; None: unknown
+    quantized: WeightFormat | None = None  # of the layers' matrices, in a quantised checkpoint
+    attention: WeightFormat | None = None  # of those around attention, where they differ
+    tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
+    packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
+    dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
+    has_float_dense: bool = False  # matrices with ``TensorSpec.is_dense`` are floats beside quantized ones
+
+    def format_of(self, *, is_attention: bool) -> WeightFormat | None:
+        """The quantized format of a matrix of a layer; None for floats, as attention is beside MXFP4 experts."""
+        if is_attention and self.quantized is not None and self.quantized.is_mxfp4:
+            return None
+        return (self.attention or self.quantized) if is_attention else self.quantized
+
+    def describe_quantized(self) -> str:
+        """In a few words; only of a quantised checkpoint."""
+        return describe_layers(self.quantized, self.attention) if self.quantized else ", ".join(self.dequantized)
+
+
+def describe_layers(layers: WeightFormat, attention: WeightFormat | None) -> str:
+    """``int4 in groups of 32, attention int8 in groups of 32``."""
+    other = attention is not None and attention.describe() != layers.describe()
+    return f"{layers.describe()}, attention {attention.describe()}" if attention and other else layers.describe()
