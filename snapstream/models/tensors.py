@@ -190,6 +190,7 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
         for name, spec in _attention_tensors(own).items():
             specs[name + kind] = replace(spec, layers=layers)
         qkv, queries = specs[f"qkv{kind}"], config.num_heads * head_dim
+        parts: tuple[str, ...]
         if ".shared" in kind:
             rows, parts = queries, ("self_attn.q_proj.weight",)
             del specs[f"k_norm{kind}"]
