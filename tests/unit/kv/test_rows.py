@@ -175,9 +175,9 @@ def test_windows_have_their_own_slots_whatever_the_budget() -> None:
     assert WINDOWS.token_bytes() == GROUPED.token_bytes() and WINDOWS.has_windows and not GROUPED.has_windows
 
 
-def test_layers_of_other_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="differ in size"):
-        replace(GROUPED, layers=(*GROUPED.layers, Full(num_kv_heads=2, key_dim=8, value_dim=16)))
+def test_latents_of_several_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="latents of several sizes"):
+        replace(LATENT, layers=(*LATENT.layers, Latent(num_kv_heads=1, key_dim=40, value_dim=32)))
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "int8"])
