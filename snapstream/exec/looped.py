@@ -188,7 +188,9 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     inner, outer = _recurrent_sizes(model)
     widest = max(model.hidden_size, model.widest_inner, attended, q_rank, outer) + _ALIGN
     gates = heads if model.has_attention_gate else 0
-    projected = max(inner, *map(partial(_projected, model, gates), range(model.num_layers)))
+    projected = inner
+    if latent is None:
+        projected = max(inner, *map(partial(_projected, model, gates), range(model.num_layers)))
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.widest_head)
     wide = model.hidden_size * (2 if model.norms.has_outputs or model.is_parallel else 1)
     angles = model.widest_head * (1 if model.window_rope is None else 2)

@@ -476,7 +476,7 @@ def test_what_it_cannot_run_is_refused(runner: ModelRunner, tmp_path: Path) -> N
     with pytest.raises(ValueError, match=message):
         LLM(folder, executor="looped", **SETTINGS | {"dtype": "bfloat16"})
     plain = Decoder(runner.decoder.config, random_weights(runner.decoder.config, torch.float32, "cpu", 0))
-    with pytest.raises(ValueError, match="reads weights in panels, and o is stored row by row"):
+    with pytest.raises(ValueError, match="reads weights in panels, and lm_head is stored row by row"):
         LoopedDecode(replace(runner.step_parts, decoder=plain))
     with pytest.raises(ValueError, match="22 entries in a step; this engine has 21"):
         LoopedDecode(runner.step_parts).logits(torch.arange(22))

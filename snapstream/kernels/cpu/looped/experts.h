@@ -212,7 +212,7 @@ inline void score_block(Work& w, int64_t layer, int64_t first) {
     const float* router = w.moe.router + (layer * w.moe.experts + first) * w.model.hidden;
     for (int64_t b = 0; b < w.step.batch; b += MOST_DOTS) {
         const int64_t tokens = std::min<int64_t>(MOST_DOTS, w.step.batch - b);
-        const float* read = w.routed.routed_by ? w.routed.routed_by : w.routed.normed;
+        const float* read = is_beside_mlp(w.model) ? w.routed.routed_by : w.routed.normed;
         dots(tokens, read + b * wide, wide, router, count, w.model.hidden, w.scratch, W);
         for (int64_t t = 0; t < tokens; ++t)
             std::memcpy(w.routed.scores + (b + t) * line + first, w.scratch + t * W, count * 4);
