@@ -12,8 +12,6 @@ import stat
 from hashlib import sha256
 from pathlib import Path
 
-import torch
-
 from snapstream.version import __version__
 
 VARIABLE = "SNAPSTREAM_CACHE"  # a folder to use instead of the user's cache folder
@@ -32,6 +30,8 @@ def compile_folder() -> Path:
 
     ValueError where it cannot be made, or where somebody else could write to it.
     """
+    import torch  # here: who asks for ``cache_root`` alone does not wait seconds for it
+
     key = sha256("\n".join((__version__, torch.__version__, platform.python_version(), _processor())).encode())
     folder = cache_root() / f"compiled-{key.hexdigest()[:16]}"
     try:

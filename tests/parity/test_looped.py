@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -174,22 +175,26 @@ def test_prefill_that_rounds_its_inputs(folder: Path, weights: str) -> None:
     """Both executors round the same things, and what that changes is small beside what a model is sure of."""
     if not gains_by("bf16") and (weights == "bfloat16" or not gains_by("codes") or folder == TINY_LATENT_MODEL):
         pytest.skip("this processor gains nothing by such inputs")
-    facts = "The code for amber falcon is 4821907. The code for velvet otter is 1130254."
-    text = f"{facts}\n\nWhat is the code for amber falcon?"
     asked = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2)
+    prompts = [
+        [{"role": "user", "content": f"The code for {name} is 4821907. The code for velvet otter is 1130254.\n\n"
+                                     f"What is the code for {name}?"}]
+        for name in ("amber falcon", "silent river", "brass lantern", "copper fox", "green harbor")
+    ]  # fmt: skip
 
-    def first(executor: str, activations: str) -> tuple[str, float]:
+    def first(executor: str, activations: str) -> tuple[str, list[float]]:
+        """An answer, and log-probabilities of each second likeliest first token, which moves more than the first."""
         options = EngineOptions(executor=executor, activations=activations, weights=weights, max_model_len=256)
         with LLM(folder, options, progress=False) as llm:
-            (output,) = llm.chat([{"role": "user", "content": text}], asked)
-            assert output.logprobs is not None
-            return output.text.strip(), output.logprobs[0].top[1][1]  # of the second likeliest: it moves more
+            outputs = [llm.chat(prompt, asked)[0] for prompt in prompts]
+            seconds = [output.logprobs[0].top[1][1] for output in outputs if output.logprobs is not None]
+            return outputs[0].text.strip(), seconds
 
     looped, plain = first("looped", "auto"), first("eager", "auto")
     exact = first("looped", "dtype" if weights == "bfloat16" or folder == TINY_LATENT_MODEL else "int8")
     assert looped[0] == plain[0] == exact[0] == "4821907"
-    assert looped[1] == pytest.approx(plain[1], abs=0.02)
-    assert looped[1] != exact[1]  # something is rounded
+    # Sums in another order turn single roundings, which moves less than all roundings together.
+    assert 2 * math.dist(looped[1], plain[1]) < math.dist(looped[1], exact[1])
 
 
 ROPES: list[dict[str, Any] | None] = [

@@ -205,7 +205,8 @@ def test_many_turns(folder: Path) -> None:
     assert seen == [0, *((20 + 11 * turn) // BLOCK * BLOCK for turn in range(9))]
 
 
-SAY = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True)
+SAY = SamplingParams(max_tokens=21, temperature=0.0, ignore_eos=True, logprobs=2)
+BF16_TIE = 0.1  # nats between the two likeliest tokens: what bf16's 8 bits move in logits of about 10
 LATER = [24, 56, 88]  # tokens that turns two to four find; 32, 62 and 92 were prompts and answers before them
 FOUND: list[tuple[str, dict[str, Any], list[int], int]] = [  # tokens found in each turn, and those made by decode
     ("llama-gqa-tied", {}, LATER, 104),
@@ -233,7 +234,12 @@ def test_the_next_turn_continues_after_the_answer(
     with engine(folders[name], **given) as warm, engine(folders[name], prefix_store=None, **given) as cold:
         for turn in range(4):
             outputs = [answer(llm, conversation, SAY) for llm in (cold, warm)]
-            assert outputs[0].token_ids == outputs[1].token_ids
+            pairs = zip(*(output.token_ids for output in outputs), strict=True)
+            differs = next((at for at, (a, b) in enumerate(pairs) if a != b), None)
+            if differs is not None:  # decode and prefill of bf16 round by other sums: a near tie may fall either way
+                assert settings.get("dtype") == "bfloat16" and outputs[0].logprobs is not None
+                first, second = (value for _, value in outputs[0].logprobs[differs].top[:2])
+                assert first - second < BF16_TIE
             cached.append(outputs[1].cached_tokens)
             conversation += outputs[1].token_ids + ids(9, seed=turn)
         stats = warm.engine.prefix_stats
