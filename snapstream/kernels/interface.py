@@ -61,7 +61,7 @@ class Kernels:
     # heads [B, H+2G, E] as projected -> [B, H, E]
     attend_rows: Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
     # The same of a layer that shares the slots of another: q [B, H, E], rows [B], lengths [B], sinks -> [B, H, E]
-    attend_slots: Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None], Tensor] = reference.decode_attention
+    decode_attention: Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None], Tensor] = reference.decode_attention
     gather_rows: Callable[[LayerRows, Sequence[int], Tensor, Tensor, Tensor], None]  # rows, keys, values, index [G, n]
     snapkv_scores: ScoreKernel
     hop_scores: HopKernel
@@ -147,7 +147,7 @@ def _cpu() -> Kernels:
         norm_rope=norms.norm_rope,
         gather_rows=pytorch.gather_rows,
         attend_rows=pytorch.rows_attention(norms.norm_rope, attention.decode_attention),
-        attend_slots=attention.decode_attention,
+        decode_attention=attention.decode_attention,
         causal_conv=prompt.causal_conv,
         gated_delta=prompt.gated_delta,
         selective_scan=prompt.selective_scan,

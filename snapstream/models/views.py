@@ -306,7 +306,7 @@ class RowsView:
         if self._cache.spec.source(layer) != layer:
             assert rope is not None, "latents are not shared"
             q, places = self._kernels.norm_rope(heads, norm, rope, 0), self._places[layer]
-            return self._kernels.attend_slots(q, self._cache.layer(layer), places.rows, places.lengths, norm.sinks)
+            return self._kernels.decode_attention(q, self._cache.layer(layer), places.rows, places.lengths, norm.sinks)
         sink = self._queries
         keep = None if sink is None else lambda q: sink.put(layer, q)
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)

@@ -611,7 +611,7 @@ def other_shape(path: Path) -> None:
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     head = json.loads(data[8 : 8 + size])
-    head["kv"]["shape"] = list(reversed(head["kv"]["shape"]))
+    head["kv"]["shape"] = [*head["kv"]["shape"], 1]
     written = json.dumps(head).encode().ljust(size)
     path.write_bytes(len(written).to_bytes(8, "little") + written + data[8 + size :])
 
