@@ -317,7 +317,7 @@ class LayerEnd:
     ) -> None:
         """``outer``: the model's vectors."""
         self._kernels, self._eps, self._size = kernels, config.rms_norm_eps, config.per_layer_dim
-        self._scalar = float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0
+        self._scalar = weights.vector("layer_scalar") if config.has_layer_scalars else None
         if not self._size:
             return
         self._table, self._in = weights.matrix("embed_per_layer"), weights.matrix("per_layer_in")
@@ -329,7 +329,7 @@ class LayerEnd:
         if self._size:
             assert tokens is not None, "embeddings for each layer need the tokens"
             output = self._added(residual.add_(output), tokens)
-        if self._scalar == 1.0:
+        if self._scalar is None:
             return output
         residual.mul_(self._scalar)
         return output.mul_(self._scalar)
