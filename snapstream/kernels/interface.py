@@ -157,13 +157,21 @@ def _cpu() -> Kernels:
 def _triton() -> Kernels:
     if not has_triton():
         raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
-    from snapstream.kernels.triton import configs, latent_attention, norm, products, rows
+    from snapstream.kernels.triton import attention, configs, latent_attention, norm, products, rows
     from snapstream.kernels.triton import products as triton_experts
     from snapstream.kernels.triton import scores as triton_scores
+
+    def decode_attention(
+        q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
+        if sinks is not None:  # the kernel has none
+            return reference.decode_attention(q, cache, rows, lengths, sinks)
+        return attention.decode_attention(q, cache, rows, lengths)
 
     return replace(
         _torch(),
         version="triton",
+        decode_attention=decode_attention,
         grouped_linear=triton_experts.grouped_linear,
         code_linear=products.code_linear,
         rms_norm=norm.rms_norm,

@@ -132,8 +132,10 @@ def test_plan_and_engine_agree(
     weights = planned.weight_bytes + planned.dequantized_bytes
     at_start = weights + planned.staging_bytes + (ROWS + 1) * (planned.row_bytes + planned.state_bytes)
     assert at_start == pytest.approx(static, rel=1e-3)
-    # Rows with states are small, so temporaries, of which the plan counts the largest, weigh more.
-    assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=0.04 if "states" in case else 0.03)
+    # Rows with states are small, so temporaries, of which the plan counts the largest, weigh more. In Gemma 4 it counts
+    # those of the widest layers for a chunk, and of a prompt only the last token passes the layers that share.
+    most = 0.09 if "gemma4" in case else 0.04 if "states" in case else 0.03
+    assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=most)
     assert planned.total_bytes - FRAMEWORK_BYTES >= peak  # what is refused at the start never runs out later
     told = plan_of(planned, case, tmp_path, capsys)
     assert told["rows"][1]["max_rows"] == ROWS and told["rows"][1]["row_bytes"] == planned.row_bytes
