@@ -240,8 +240,8 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     out = torch.empty_like(v)
     for t in range(q.shape[1]):
         state *= decay[:, t, ..., None].exp()
-        told = torch.einsum("shkv,shk->shv", state, k[:, t])
-        state += k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - told))[:, :, None]
+        recalled = torch.einsum("shkv,shk->shv", state, k[:, t])
+        state += k[:, t, :, :, None] * (beta[:, t, :, None] * (v[:, t] - recalled))[:, :, None]
         out[:, t] = torch.einsum("shkv,shk->shv", state, q[:, t])
     return out * q.shape[-1] ** -0.5
 

@@ -73,13 +73,13 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
     const vec scale = all(IS_DELTA ? 1.0f / std::sqrt(static_cast<float>(keys)) : 1.0f);
 
     // Sums of even and of odd rows, which are added at the end: twice as many chains as vectors.
-    vec told[2][N] = {};
+    vec recalled[2][N] = {};
     const float* asked = asked_of(0);
     for (int64_t i = 0; i < keys; ++i)
         for (int n = 0; n < N; ++n) {
             const vec x = get(state + i * values + n * W);
             store(block + (i * N + n) * W, x);
-            if (IS_DELTA) told[i % 2][n] += x * asked[i];
+            if (IS_DELTA) recalled[i % 2][n] += x * asked[i];
         }
     for (int64_t token = 0; token < own.tokens; ++token) {
         const int64_t gate = (sequence * own.tokens + token) * heads + head;
@@ -89,8 +89,8 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
         const float* next = asked_of(std::min(token + 1, own.tokens - 1));
         vec u[N], sums[2][N] = {};
         for (int n = 0; n < N; ++n) {
-            u[n] = IS_DELTA ? (get(v + n * W) - (told[0][n] + told[1][n]) * decay) * beta : get(v + n * W);
-            told[0][n] = told[1][n] = vec{};
+            u[n] = IS_DELTA ? (get(v + n * W) - (recalled[0][n] + recalled[1][n]) * decay) * beta : get(v + n * W);
+            recalled[0][n] = recalled[1][n] = vec{};
         }
         const auto row = [&](int64_t i, int part) __attribute__((always_inline)) {
             UNROLL for (int n = 0; n < N; ++n) {
@@ -98,7 +98,7 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
                 const vec x = load(at) * (BY_CHANNEL ? decays[i] : decay) + u[n] * k[i];
                 store(at, x);
                 sums[part][n] += x * q[i];
-                if (IS_DELTA) told[part][n] += x * next[i];
+                if (IS_DELTA) recalled[part][n] += x * next[i];
             }
         };
         int64_t i = 0;

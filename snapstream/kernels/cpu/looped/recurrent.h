@@ -59,7 +59,7 @@ template <int N, bool BY_CHANNEL>
 inline void delta_columns(float* state, int64_t keys, int64_t values, const float* q, const float* k,
                           const float* decays, const float* decayed, float beta, float* v, float* out,
                           int64_t some = W) {
-    vec told[N] = {}, sums[N] = {};
+    vec recalled[N] = {}, sums[N] = {};
     const auto get = [&](const float* from) { return N > 1 ? load(from) : load_some(from, some); };
     const auto put = [&](float* to, vec x) {
         if (N > 1 || some == W) return store(to, x);
@@ -69,12 +69,12 @@ inline void delta_columns(float* state, int64_t keys, int64_t values, const floa
     };
     const float decay = BY_CHANNEL ? 1.0f : *decays, *asked = BY_CHANNEL ? decayed : k;
     for (int64_t i = 0; i < keys; ++i)
-        for (int n = 0; n < N; ++n) told[n] += get(state + i * values + n * W) * asked[i];
-    for (int n = 0; n < N; ++n) told[n] = (get(v + n * W) - told[n] * decay) * beta;
+        for (int n = 0; n < N; ++n) recalled[n] += get(state + i * values + n * W) * asked[i];
+    for (int n = 0; n < N; ++n) recalled[n] = (get(v + n * W) - recalled[n] * decay) * beta;
     for (int64_t i = 0; i < keys; ++i)
         for (int n = 0; n < N; ++n) {
             float* at = state + i * values + n * W;
-            const vec next = get(at) * (BY_CHANNEL ? decays[i] : decay) + told[n] * k[i];
+            const vec next = get(at) * (BY_CHANNEL ? decays[i] : decay) + recalled[n] * k[i];
             put(at, next);
             sums[n] += next * q[i];
         }
