@@ -386,7 +386,7 @@ def child_main(connection: Connection, tokenizer_json: str, vocab_size: int, end
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # both reach the process group; the server ends this process
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     compiler = GrammarCompiler(lambda: tokenizer_json, vocab_size, end_ids)
     try:
         compiler.load()
@@ -411,8 +411,8 @@ def _compile_error(compiler: GrammarCompiler, grammar: Grammar) -> str:
     return ""
 
 
-def _end_with_parent() -> None:
-    """Exit when the server is killed, also while a grammar compiles."""
+def end_with_parent() -> None:
+    """Exit when the process that started this one is killed, also during a long native call; for a daemon thread."""
     parent = parent_process()
     if parent is not None:
         parent.join()

@@ -413,7 +413,7 @@ class ModelConfig:
     keys_are_values: bool = False  # in layers without a window one projection gives keys and values
     has_value_norm: bool = False  # RMSNorm without weights over each head of v
     has_unscaled_scores: bool = False  # products of queries and keys are not divided by sqrt(E)
-    per_layer_dim: int = 0  # numbers of a token that are embedded for each layer (Gemma 3n, 4); 0: none
+    per_layer_dim: int = 0  # numbers of a token that are embedded for each layer (Gemma 4); 0: none
     has_layer_scalars: bool = False  # a layer's output is multiplied by a stored number
     has_wide_mlps: bool = False  # the MLP of layers that share keys and values has twice intermediate_size
     logit_cap: float | None = None  # c of c tanh(logits / c)

@@ -4,7 +4,7 @@ A row is the sum of its layers' caches. ``Full`` layers hold the slots of the ro
 (sliding-window attention) hold a ring of the last tokens, all that the model attends to. ``Latent`` layers (DeepSeek)
 hold one latent per slot for all heads; its first ``value_dim`` elements are the value. ``State`` layers (recurrent
 layers, short convolutions) hold tensors of constant size and no slots; layers without attention or recurrence none.
-``Shared`` layers (Gemma 3n, 4) hold nothing: they attend to the slots of an earlier layer.
+``Shared`` layers (Gemma 4) hold nothing: they attend to the slots of an earlier layer.
 """
 
 from __future__ import annotations

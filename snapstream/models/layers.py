@@ -306,7 +306,7 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
 
 
 class LayerEnd:
-    """What follows a layer's MLP in Gemma 3n and 4: a token's embedding for the layer, and the layer's scalar.
+    """What follows a layer's MLP in Gemma 4: a token's embedding for the layer, and the layer's scalar.
 
     The embedding is looked up, and projected from that of layer 0. It gates what is added:
     ``norm(out(gelu(gate x) * embedding))``. Then the residual stream is multiplied by the scalar.

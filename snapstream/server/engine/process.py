@@ -26,7 +26,6 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from queue import SimpleQueue
@@ -51,6 +50,7 @@ from snapstream.engine.worker import (
     add_totals,
     without_gauges,
 )
+from snapstream.grammar import end_with_parent
 from snapstream.server.engine.api import (
     EngineDead,
     EngineMetadata,
@@ -184,7 +184,7 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
     """Entry point of the engine process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # both reach the process group; the server drains, then sends Stop
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     port = PipePort(connection)
     is_loaded = False
     try:
@@ -242,14 +242,6 @@ def _end_without_rank(port: PipePort, why: str) -> None:
     with suppress(ServerGone):
         port.send(Failed("error", f"the engine failed: {why}"))
     os._exit(1)
-
-
-def _end_with_parent() -> None:
-    """Exit when the server is killed, also while loading or in a long step."""
-    parent = parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 class DeltaReader(Reader):
