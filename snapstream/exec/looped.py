@@ -168,6 +168,9 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
         entry += max(model.num_heads * model.widest_head, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
+    if num_drafted := max_batch(config) - config.max_rows:
+        kept, copied = _drafted_states(model)
+        scratch += num_drafted * kept + num_threads * copied
     sampling = min(num_threads, config.max_rows) * _sampling_bytes(model.vocab_size)
     return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + sampling)
 
@@ -217,6 +220,19 @@ def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
     if isinstance(net, Mamba2):
         return net.inner + net.channels + net.heads, net.inner
     return (0, 0) if net is None else (3 * net.channels, net.channels)
+
+
+def _drafted_states(model: ModelConfig) -> tuple[int, int]:
+    """Of a drafted entry what all recurrent layers keep until it is accepted, and the copy of states that a thread goes
+    on with; zeros without.
+    """
+    net, layers = model.recurrent if model.recurrent_layers else None, len(model.recurrent_layers)
+    if isinstance(net, DeltaNet):
+        gates = net.value_heads * (1 + (net.key_dim if net.gate_rank else 1))
+        return layers * (net.channels + gates), net.value_size // net.key_heads * net.key_dim
+    if isinstance(net, Mamba2):
+        return layers * (net.channels + net.heads), net.state_dim * net.head_dim
+    return (0, 0) if net is None else (layers * net.channels, 0)
 
 
 def _latent_entry(model: ModelConfig) -> int:

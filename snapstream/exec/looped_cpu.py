@@ -10,6 +10,7 @@ eager's but for rounding.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import addressof, byref
 
 import torch
@@ -81,8 +82,8 @@ def panels_of(decoder: Decoder, role: str) -> PanelMatrix:
     return found
 
 
-def model_of(decoder: Decoder) -> Model:
-    """All of a decoder."""
+def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
+    """All of a decoder, for steps of up to ``num_drafted`` drafted entries."""
     config, vectors = decoder.shard, decoder.weights.vectors
     multipliers = config.multipliers
     full_dim = config.rope_dim if config.full_heads is None else config.full_heads.head_dim
@@ -91,7 +92,7 @@ def model_of(decoder: Decoder) -> Model:
     own = config.window_rope
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
-    recurrent, kinds = _recurrent(decoder), _kinds(config)
+    recurrent, kinds = _recurrent(decoder, num_drafted), _kinds(config)
     parts = (LayerParts * config.num_layers)(*_layer_parts(decoder))
     model = Model(
         layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, vocab=config.vocab_size,
@@ -207,7 +208,7 @@ def _latent(decoder: Decoder) -> Latent:
     )  # fmt: skip
 
 
-def _recurrent(decoder: Decoder) -> Recurrent:
+def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
     config, weights = decoder.shard, decoder.weights
     if config.recurrent is None or not config.recurrent_layers:
         return Recurrent()
@@ -241,8 +242,8 @@ def _recurrent(decoder: Decoder) -> Recurrent:
         }  # fmt: skip
         sizes, stacks = {}, ("conv_in", "conv_out")
     recurrent = Recurrent(
-        taps=address(taps), kernel=net.kernel,
-        channels=net.channels, **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])}, **sizes,
+        taps=address(taps), kernel=net.kernel, channels=net.channels, drafted=num_drafted, **sizes,
+        **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])},
         **{name: address(tensor) for name, tensor in given.items()},
     )  # fmt: skip
     recurrent.kept = taps, given
@@ -322,7 +323,9 @@ class LoopedDecode:
         self._max_batch, vocab_size = max_batch(config), parts.decoder.config.vocab_size
         library = panels_of(parts.decoder, "lm_head").library
         self.pool = pool or ThreadPool(library, num_threads or torch.get_num_threads())
-        model, rows = model_of(parts.decoder), _rows(parts)
+        self._num_drafted = self._max_batch - config.max_rows
+        model, rows = model_of(parts.decoder, self._num_drafted), _rows(parts)
+        self._has_states = parts.cache.spec.has_states
         floats = workspace_floats(self.pool, model, rows, self._max_batch)
         ranks, shared = None, None
         if parts.decoder.group.size > 1:
@@ -380,8 +383,13 @@ class LoopedDecode:
             accepted = tokens != REJECTED
             nums = torch.zeros(len(batch.starts), dtype=torch.int64)
             nums.index_add_(0, (batch.ahead == 0).cumsum(0) - 1, accepted.to(torch.int64))
-            return Sampled(tokens[accepted]), nums.tolist()
-        return self._draw_in_turn(batch, needs)
+            sampled, counts = Sampled(tokens[accepted]), nums.tolist()
+        else:
+            sampled, counts = self._draw_in_turn(batch, needs)
+        if self._has_states and max(counts) > 1:
+            with self._drafts(batch) as step:
+                self.engine.accept(step, torch.tensor(counts))
+        return sampled, counts
 
     def feed(self, batch: DraftBatch) -> Tensor:
         """Feed all entries; logits after each ``[B, V]``, overwritten by the next step. Rows are not advanced."""
@@ -389,9 +397,17 @@ class LoopedDecode:
         return self._logits[: len(batch.rows)]
 
     def _run_batch(self, batch: DraftBatch, tokens: Tensor | None) -> None:
+        if self._has_states and (count := int((batch.ahead > 0).sum())) > self._num_drafted:
+            raise ValueError(f"{count} drafted entries in a step; this engine has {self._num_drafted}")
+        with self._drafts(batch):
+            self._run(batch.rows, tokens)
+
+    @contextmanager
+    def _drafts(self, batch: DraftBatch) -> Iterator[Step]:
+        """The step with the addresses of a batch, which must live as long."""
         step = self._step
         step.ahead, step.inputs = address(batch.ahead), address(batch.inputs)
-        self._run(batch.rows, tokens)
+        yield step
         step.ahead, step.inputs = None, None
 
     def _draw_in_turn(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:

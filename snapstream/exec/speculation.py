@@ -7,6 +7,8 @@ the same bits (products are batch-invariant). A drafted token is accepted if the
 of logits, seed and count alone: answers are the same with and without drafts, greedy or sampled.
 
 Slots of rejected tokens beyond a row's length are never read. Those that overwrote a slot of a full ring are restored.
+Recurrent states go on by a row's last token alone, and then by the drafted ones that were accepted, from their inputs
+(``kernels/cpu/looped/recurrent.h``).
 """
 
 from __future__ import annotations
@@ -194,7 +196,7 @@ class Speculation:
         self._rows: dict[int, _Row] = {}
         self._times = StepTimes()
         cache = self.parts.cache
-        self._least_slots = min(cache.layer_slots)
+        self._least_slots = min(cache.layer_slots[layer] for layer in cache.spec.slot_layer_indices)
         self._windows = [own.num_tokens for own in cache.spec.layers if isinstance(own, Window)]
         if cache.heads is not None:
             self._least_slots = min(budget.capacity for layer in cache.heads.slots.budgets for budget in layer)
@@ -376,7 +378,7 @@ def draft_batch(rows: Sequence[int], last: Sequence[int], drafts: Sequence[Seque
 
 
 class SlotBackup:
-    """Copies of the slots, in all layers, that the drafted entries of a batch are written to."""
+    """Copies of the slots, in all layers that have some, that the drafted entries of a batch are written to."""
 
     def __init__(self, parts: StepParts, batch: DraftBatch) -> None:
         self._cache = cache = parts.cache
@@ -387,7 +389,7 @@ class SlotBackup:
             places = cache.heads.places(rows, state.num_tokens[rows] + ahead, state.ring_start[rows])
         else:
             places = state.places(rows, cache.spec, ahead)
-        self._slots = cache.slot_indices(places)  # [L, drafted, G]
+        self._slots = cache.slot_indices(places)  # [L', drafted, G]
         self._kept = [stored[self._slots] for stored in cache.flat()]
 
     def restore(self, batch: DraftBatch, counts: Sequence[int]) -> None:

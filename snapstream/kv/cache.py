@@ -327,13 +327,14 @@ class KVCache:
         return [*flat, *(own.view(-1) for own in scales if own is not None)]
 
     def slot_indices(self, places: Sequence[RowPlaces]) -> Tensor:
-        """Indices ``[L, B, G]`` in ``flat`` of the slots of ``places``, one for each layer."""
-        heads, slots = self.spec.num_kv_heads, torch.stack([own.slots for own in places])
+        """Indices ``[L', B, G]`` in ``flat`` of the slots of ``places`` (by layer) in the layers that have some."""
+        layers, heads = self.spec.slot_layer_indices, self.spec.num_kv_heads
+        slots = torch.stack([places[layer].slots for layer in layers])
         if self.heads is not None:
-            return (slots + torch.stack([own.rows for own in places])).view(len(places), -1, heads)
+            return (slots + torch.stack([places[layer].rows for layer in layers])).view(len(layers), -1, heads)
         device = slots.device
-        starts = torch.tensor(self.layer_starts[:-1], device=device)[:, None, None]
-        sizes = torch.tensor(self.layer_slots, device=device)[:, None, None]
+        starts = torch.tensor([self.layer_starts[layer] for layer in layers], device=device)[:, None, None]
+        sizes = torch.tensor([self.layer_slots[layer] for layer in layers], device=device)[:, None, None]
         firsts = places[0].rows[:, None] * heads + torch.arange(heads, device=device)  # [B, G]
         return starts + firsts * sizes + slots[..., None]
 

@@ -247,7 +247,7 @@ def with_speculator(options: EngineOptions, *, config_only: bool = False) -> Eng
 
 def _why_not_speculator(model: ModelConfig) -> str | None:
     if model.recurrent_layers:
-        return f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
+        return f"{model.architecture} has recurrent layers; such a model takes drafts, and drafts none"
     if model.has_uneven_layers:
         return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
     return why_not_looped_cpu(model, dtype="float32", device="cpu")
@@ -257,8 +257,6 @@ def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOption
     """With as many drafted tokens as the user or the default wants; ValueError where the engine cannot verify any."""
     speculator = options.speculative_model
     wanted, problem = options.num_speculative_tokens, why_not_speculative(config)
-    if problem is None and model.recurrent_layers:
-        problem = f"{model.architecture} has recurrent layers, whose states cannot take back a rejected token"
     if problem is None and model.has_uneven_layers:
         problem = f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
     if isinstance(speculator, Speculator) and (reason := problem or _why_not_speculator(speculator.model)) is not None:

@@ -293,7 +293,7 @@ def random_runner(
     config = EngineConfig(
         budget=budget, max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,
         reselection=reselection,  # type: ignore[arg-type]
-        num_speculative_tokens=0 if reselection or model.recurrent_layers or model.has_uneven_layers else 3,
+        num_speculative_tokens=0 if reselection or model.has_uneven_layers else 3,
     )  # fmt: skip
     runner = ModelRunner(Decoder(model, weights), config)
     cache = runner.cache

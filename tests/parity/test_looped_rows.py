@@ -17,6 +17,7 @@ from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.sampling import NO_TOKEN
 from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.exec.speculation import SlotBackup, draft_batch
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.llm import LLM
@@ -291,6 +292,48 @@ RECURRENT_MODELS = [
     *((short_conv(*sizes), "float32", False) for sizes in CONVS),
     (short_conv(20, 2), "bfloat16", False), (short_conv(64, 3), "int8", False), (short_conv(64, 3), "int4", True),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize("case", range(len(RECURRENT_MODELS)))
+def test_states_go_on_by_accepted_drafts(case: int, instructions: InstructionSet) -> None:
+    """Of rows whose drafts are right, right at first, wrong and absent: tokens and states are those of single steps."""
+    model, width, rounds = RECURRENT_MODELS[case]
+    formats = WeightFormats.of(width).rounding_inputs() if rounds else WeightFormats.of(width)
+    runner = random_runner(model, formats, "auto", make_panels(load(instructions)), 24, case)
+    states = [tensor for layer in model.recurrent_layers for tensor in runner.cache.state(layer).values()]
+    for tensor in states:
+        tensor.normal_()
+    if model.latent is not None:  # drafts are not verified in full rings, where latents are written before any attends
+        runner.rows.num_tokens.clamp_(max=20)
+    counters = runner.rows.last_token, runner.rows.num_tokens, runner.rows.next_position
+    all_state = (*states, runner.cache.k, runner.cache.v, *counters)
+    kept, rows = [tensor.clone() for tensor in all_state], [3, 0, 4, 1]
+    looped, after, said = LoopedDecode(runner.step_parts, min(1 + case % 2, num_cores())), [], []
+    with torch.inference_mode():
+        for _ in range(4):
+            said.append(looped.step(torch.tensor(rows), SamplingNeeds()).token_ids.tolist())
+            after.append([tensor.clone() for tensor in states])
+        for tensor, before in zip(all_state, kept, strict=True):
+            tensor.copy_(before)
+        by_row = [list(tokens) for tokens in zip(*said, strict=True)]
+        wrong = [(tokens[turn] + 1) % model.vocab_size for turn, tokens in zip((0, 1, 0, 0), by_row, strict=True)]
+        drafts = [by_row[0][:3], [by_row[1][0], wrong[1], 1], [], [wrong[3]]]
+        last = runner.rows.last_token[rows].tolist()
+        batch = draft_batch(rows, last, drafts)
+        backup = SlotBackup(runner.step_parts, batch)
+        sampled, counts = looped.verify(batch, SamplingNeeds())
+        backup.restore(batch, counts)
+        assert counts == [4, 2, 1, 1]
+        assert sampled.token_ids.tolist() == [t for own, count in zip(by_row, counts, strict=True) for t in own[:count]]
+        for row, count in zip(rows, counts, strict=True):
+            assert all(torch.equal(own[row], want[row]) for own, want in zip(states, after[count - 1], strict=True))
+        untouched = torch.tensor([2, 5])
+        assert all(torch.equal(own[untouched], before[untouched]) for own, before in zip(states, kept, strict=False))
+        too_many = draft_batch([0], last[:1], [[1] * 17])
+        with pytest.raises(ValueError, match="17 drafted entries in a step; this engine has 16"):
+            looped.feed(too_many)
+    looped.close()
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())

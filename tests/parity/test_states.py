@@ -392,7 +392,6 @@ _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
         ({"heads": _EVEN, "budget": 64}, "per-head KV budgets are not supported"),
         ({"executor": "graph"}, "CUDA graphs"),
         ({"num_speculative_tokens": 4, "executor": "eager"}, "verifies no drafted tokens"),
-        ({"num_speculative_tokens": 4, "executor": "looped"}, "cannot take back a rejected token"),
     ],
 )
 def test_what_is_not_supported_is_refused(options: dict[str, Any], problem: str, folder: Path) -> None:

@@ -79,6 +79,7 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     // C of key_dim numbers, value heads its heads. Null: not Mamba-2.
     const float* skip;
     int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim, gate_rank;  // value_heads 0: short convolutions
+    int64_t drafted;  // entries of a step that may be drafted; 0: none
 };
 
 struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)

@@ -99,7 +99,7 @@ struct StepBuffers {
     // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
     // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave.
     float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
-        *outputs, *embedded, *beside;
+        *outputs, *embedded, *beside, *drafts;  // drafts: of recurrent layers (recurrent.h)
     std::vector<float*> scratch;  // of each thread
 
     StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);
@@ -149,6 +149,8 @@ void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* o
 // With all tokens of a prompt.
 Product prefill_product(const Stack& matrix);
 bool step(Engine& engine, const Step& step);  // false: another rank has gone
+// After a step with drafts: the states of its rows go on by the entries that they accepted, [rows].
+void accept(Engine& engine, const Step& step, const int64_t* counts);
 // Of a thread.
 int64_t scratch_floats(const Model& model, int64_t max_batch);
 

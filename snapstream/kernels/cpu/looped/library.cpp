@@ -1,7 +1,7 @@
 // The functions that Python calls (library.py), and the buffers of an engine.
-#include "engine.h"
 #include "products.h"
 #include "prompt.h"
+#include "recurrent.h"
 #include "sampling.h"
 
 namespace looped {
@@ -43,6 +43,10 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     outputs = cut(model.attention_out_norm || model.is_parallel ? batch * model.hidden : 0);
     embedded = cut(model.per_layer_dim ? batch * padded(model.hidden) : 0);
     beside = cut(is_beside_mlp(model) ? batch * model.hidden : 0);
+    const Recurrent& recurrent = model.recurrent;
+    int64_t recurring = 0;  // layers
+    for (int64_t i = 0; recurrent.drafted && i < model.layers; ++i) recurring += model.mixers[i] == RECURRENT;
+    drafts = cut(recurring * recurrent.drafted * draft_numbers(recurrent));
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }
 
@@ -101,6 +105,9 @@ EXPORT Engine* looped_engine(const Model* model, const RowTable* rows, const Ran
 EXPORT void looped_end_engine(Engine* engine) { delete engine; }
 
 EXPORT int64_t looped_step(Engine* engine, const Step* step) { return looped::step(*engine, *step); }
+EXPORT void looped_accept(Engine* engine, const Step* step, const int64_t* counts) {
+    looped::accept(*engine, *step, counts);
+}
 EXPORT int64_t looped_sampling_bytes(int64_t vocab) { return sampling_bytes(vocab); }
 EXPORT void looped_draw(ThreadPool* pool, const Sampling* sampling, const Draw* call, char* workspace, int64_t places) {
     draw(*sampling, *call, *pool, workspace, places);

@@ -179,6 +179,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "engine": (c_void_p, [POINTER(Model), POINTER(RowTable), POINTER(Ranks), c_void_p, c_int64, c_void_p]),
     "end_engine": (None, [c_void_p]),
     "step": (c_int64, [c_void_p, POINTER(Step)]),
+    "accept": (None, [c_void_p, POINTER(Step), c_void_p]),
     "sampling_bytes": (c_int64, [c_int64]),
     "draw": (None, [c_void_p, POINTER(Sampling), POINTER(Draw), c_void_p, c_int64]),
     "stages": (c_int64, [POINTER(Model)]),
@@ -286,7 +287,7 @@ class NativeEngine:
         ranks = ranks or Ranks(size=1)
         handle = library.engine(byref(model), byref(rows), byref(ranks), pool.handle, max_batch, address(workspace))
         self._end = weakref.finalize(self, library.end_engine, handle)
-        self._handle, self._step = handle, library.step
+        self._handle, self._step, self._accept = handle, library.step, library.accept
 
     @property
     def workspace_bytes(self) -> int:
@@ -296,6 +297,12 @@ class NativeEngine:
         """The stages of ``step``. RuntimeError where another rank has gone; the engine cannot be used any more."""
         if not self._step(self._handle, byref(step)):
             raise RuntimeError("another rank has gone in the middle of a step")
+
+    def accept(self, step: Step, counts: Tensor) -> None:
+        """After a step with drafts: the recurrent states of its rows go on by the entries that they accepted, of which
+        there are ``counts [rows]`` int64.
+        """
+        self._accept(self._handle, byref(step), address(counts))
 
 
 def shared_bytes(library: Library, model: Model, num_ranks: int, max_batch: int) -> int:

@@ -15,38 +15,111 @@ float* state_of(const Work& w, const State* states, int64_t layer, int64_t b, in
     return reinterpret_cast<float*>(states[layer]) + w.step.rows[b] * size;
 }
 
-// One token of a causal depthwise convolution, `some` channels from `channel` on of input x. Its state, the K - 1
-// inputs before, moves on by a token.
-inline vec convolve(const Work& w, float* state, const float* taps, int64_t channel, int64_t some, vec x) {
-    const int64_t size = w.model.recurrent.channels, last = w.model.recurrent.kernel - 1;
-    const auto put = [&](float* to, vec v) {
-        if (some == W) return store(to, v);
-        float lanes[W];
-        store(lanes, v);
-        std::copy(lanes, lanes + some, to);
-    };
+inline void store_some(float* to, vec x, int64_t some) {
+    if (some == W) return store(to, x);
+    float lanes[W];
+    store(lanes, x);
+    std::copy(lanes, lanes + some, to);
+}
+
+// One token of a causal depthwise convolution, `some` channels of input x; taps: of these channels. Their state, the
+// K - 1 inputs before, each `stride` after the one before it, moves on by a token.
+inline vec convolve(const Recurrent& own, float* state, int64_t stride, const float* taps, int64_t some, vec x) {
+    const int64_t last = own.kernel - 1;
     vec sum = {};
     for (int64_t i = 0; i < last; ++i) {
-        float* own = state + i * size + channel;
-        sum += load_some(taps + i * size + channel, some) * load_some(own, some);
-        put(own, i + 1 < last ? load_some(own + size, some) : x);
+        float* at = state + i * stride;
+        sum += load_some(taps + i * own.channels, some) * load_some(at, some);
+        store_some(at, i + 1 < last ? load_some(at + stride, some) : x, some);
     }
-    return sum + load_some(taps + last * size + channel, some) * x;
+    return sum + load_some(taps + last * own.channels, some) * x;
+}
+
+// Speculative decoding. The first entry of a row in a step is certain, and its state moves on by it; drafted ones go on
+// from a copy. Of each the inputs of the convolution and its gates are kept, so that a row can go on by those that are
+// accepted (accept_drafts): [L', drafted, draft_numbers], a small part of the states.
+inline int64_t draft_numbers(const Recurrent& own) {
+    const int64_t gates = own.skip ? 1 : 1 + (own.gate_rank ? own.key_dim : 1);  // of a head: its step, or beta and decays
+    return own.channels + gates * own.value_heads;
+}
+
+inline int64_t drafted_memory(const Recurrent& own) {  // copy of the states of a task
+    const int64_t each = own.skip || !own.key_heads ? 1 : own.value_heads / own.key_heads;
+    return own.drafted ? each * own.key_dim * own.value_dim : 0;
+}
+
+// Of the entry b, whose `ahead` is not 0.
+inline float* kept_of_draft(Work& w, int64_t layer, int64_t b) {
+    const Recurrent& own = w.model.recurrent;
+    int64_t nth = 0;
+    for (int64_t i = 0; i < b; ++i) nth += w.step.ahead[i] != 0;
+    return w.engine.drafts + (place_of(w, layer) * own.drafted + nth) * draft_numbers(own);
+}
+
+inline bool goes_on(const Work& w, int64_t b) { return b + 1 < w.step.batch && w.step.ahead[b + 1]; }
+
+// Where the inputs of the convolution are in what a token is projected to.
+inline int64_t conv_offset(const Recurrent& own) {
+    return !own.value_heads ? 2 * own.channels : own.skip ? own.value_heads * own.value_dim : 0;
+}
+
+// Of a vector of channels: the convolution with what follows it.
+inline vec convolved(const Work& w, int64_t layer, float* state, int64_t stride, int64_t channel, int64_t some, vec x) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t place = place_of(w, layer);
+    vec sum = convolve(own, state, stride, own.taps + place * own.kernel * own.channels + channel, some, x);
+    if (own.conv_bias) sum += load_some(own.conv_bias + place * own.channels + channel, some);
+    return own.value_heads ? Gated{}(sum, all(1.0f)) : sum;
+}
+
+constexpr int64_t DRAFT_CHANNELS = 256;  // of a task
+constexpr int64_t MOST_TAPS = 64;
+
+// In a step with drafts: the convolution of all channels takes the place of its inputs.
+inline void convolve_entries(Work& w, int64_t layer) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t blocks = (own.channels + DRAFT_CHANNELS - 1) / DRAFT_CHANNELS, last = own.kernel - 1;
+    w.share(w.step.batch * blocks, 1, [&](int64_t task) {
+        const int64_t first = task / blocks, begin = task % blocks * DRAFT_CHANNELS;
+        const int64_t end = std::min(begin + DRAFT_CHANNELS, own.channels);
+        if (ahead_of(w, first)) return;
+        float* state = state_of(w, w.rows.conv_inputs, layer, first, last * own.channels);
+        for (int64_t at = begin; at < end; at += W) {
+            const int64_t some = std::min<int64_t>(W, end - at);
+            float copy[MOST_TAPS * W];
+            for (int64_t b = first; b == first || (b < w.step.batch && ahead_of(w, b)); ++b) {
+                float* x = w.engine.heads + b * own.in.rows + conv_offset(own) + at;
+                vec in = load_some(x, some);
+                if (!own.value_heads) in = load_some(x - 2 * own.channels, some) * in;
+                if (b == first + 1)
+                    for (int64_t i = 0; i < last; ++i) store(copy + i * W, load_some(state + i * own.channels + at, some));
+                if (b > first) store_some(kept_of_draft(w, layer, b) + at, in, some);
+                const bool is_certain = b == first;
+                store_some(x, convolved(w, layer, is_certain ? state + at : copy, is_certain ? own.channels : W, at, some, in),
+                           some);
+            }
+        }
+        if (begin || !own.skip) return;
+        for (int64_t b = first; goes_on(w, b); ++b) {
+            const float* steps = w.engine.heads + (b + 1) * own.in.rows + conv_offset(own) + own.channels;
+            std::copy(steps, steps + own.value_heads, kept_of_draft(w, layer, b + 1) + own.channels);
+        }
+    });
+    w.end_part();
 }
 
 // The input of the next product: c * conv(b * x) of b | c | x.
 inline void short_conv(Work& w, int64_t layer) {
     const Recurrent& own = w.model.recurrent;
-    const int64_t place = place_of(w, layer), size = own.channels;
-    const float* taps = own.taps + place * own.kernel * size;
-    const float* bias = own.conv_bias ? own.conv_bias + place * size : nullptr;
+    const int64_t size = own.channels;
+    if (w.step.ahead) convolve_entries(w, layer);
     make_input(w, own.out, [&](int64_t b, int64_t first, int64_t count, float* out) {
         const float *gate = w.engine.heads + b * own.in.rows, *out_gate = gate + size, *x = out_gate + size;
         float* state = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * size);
         for (int64_t i = 0; i < count; i += W) {
             const int64_t some = std::min<int64_t>(W, count - i), at = first + i;
-            vec sum = convolve(w, state, taps, at, some, load_some(gate + at, some) * load_some(x + at, some));
-            if (bias) sum += load_some(bias + at, some);
+            const vec in = load_some(x + at, some);
+            const vec sum = w.step.ahead ? in : convolved(w, layer, state + at, size, at, some, load_some(gate + at, some) * in);
             store(out + i, sum * load_some(out_gate + at, some));
         }
     });
@@ -105,63 +178,75 @@ inline float gate_logit(const Work& w, int64_t layer, int64_t b, const float* ro
 }
 
 // q, k, v and the output of a key head; of KDA decays and decayed keys, and the gates of outputs.
-inline int64_t delta_scratch(const Model& model) {
-    const Recurrent& own = model.recurrent;
+inline int64_t head_scratch(const Recurrent& own) {
     const int64_t more = own.gate_rank ? 2 * own.key_dim + own.value_dim + 2 * W : 0;
     return own.value_heads ? 2 * own.key_dim + 2 * own.value_heads / own.key_heads * own.value_dim + more : 0;
 }
+inline int64_t recurrent_scratch(const Model& model) {
+    return head_scratch(model.recurrent) + drafted_memory(model.recurrent);
+}
 
-// Value heads of one key head: convolution of their channels, the delta rule, norm and gate of the output.
-inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head) {
+inline void to_unit(float* x, int64_t count, float scale) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; ++i) sum += x[i] * x[i];
+    const float factor = scale / std::sqrt(sum + 1e-6f);
+    for (int64_t i = 0; i < count; ++i) x[i] *= factor;
+}
+
+inline float step_of(float logit) { return logit > 20.0f ? logit : std::log1p(std::exp(logit)); }
+
+// Of the heads from `head` on: [keys, values] each.
+inline float* memory_of(Work& w, int64_t layer, int64_t b, int64_t head) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t size = own.key_dim * own.value_dim;
+    return state_of(w, w.rows.memories, layer, b, own.value_heads * size) + head * size;
+}
+
+// Value heads of one key head, whose states `memory` has: convolution of their channels, unless a step with drafts has
+// made it, the delta rule, norm and gate of the output.
+inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* memory) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), keys = own.key_dim, values = own.value_dim, hidden = w.model.hidden;
     const int64_t each = own.value_heads / own.key_heads, all_keys = own.key_heads * keys;
-    const float *x = w.engine.heads + b * own.in.rows, *taps = own.taps + place * own.kernel * own.channels;
+    const float* x = w.engine.heads + b * own.in.rows;
     float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
     float *q = w.scratch, *k = q + keys, *v = k + keys, *out = v + each * values;
-    const Gated silu;
     const auto channels = [&](int64_t first, int64_t count, float* to) {
+        if (w.step.ahead) return void(std::copy(x + first, x + first + count, to));
         for (int64_t i = 0; i < count; i += W) {
-            const int64_t some = std::min<int64_t>(W, count - i);
-            float lanes[W];
-            store(lanes, silu(convolve(w, inputs, taps, first + i, some, load_some(x + first + i, some)), all(1.0f)));
-            std::copy(lanes, lanes + some, to + i);
+            const int64_t some = std::min<int64_t>(W, count - i), at = first + i;
+            store_some(to + i, convolved(w, layer, inputs + at, own.channels, at, some, load_some(x + at, some)), some);
         }
-    };
-    const auto to_unit = [&](float* of, float scale) {
-        float sum = 0.0f;
-        for (int64_t i = 0; i < keys; ++i) sum += of[i] * of[i];
-        const float factor = scale / std::sqrt(sum + 1e-6f);
-        for (int64_t i = 0; i < keys; ++i) of[i] *= factor;
     };
     channels(head * keys, keys, q);
     channels(all_keys + head * keys, keys, k);
     channels(2 * all_keys + head * each * values, each * values, v);
-    to_unit(q, 1.0f / std::sqrt(static_cast<float>(keys)));
-    to_unit(k, 1.0f);
+    to_unit(q, keys, 1.0f / std::sqrt(static_cast<float>(keys)));
+    to_unit(k, keys, 1.0f);
     const int64_t rank = own.gate_rank;
     const float* gates = own.gates + place * (rank ? 1 : 2) * own.value_heads * hidden;
     float *decayed = out + each * values, *decays = decayed + keys, *gated = decays + (keys + W - 1) / W * W;
-    float* memory = state_of(w, w.rows.memories, layer, b, own.value_heads * keys * values);
+    float* kept = ahead_of(w, b) ? kept_of_draft(w, layer, b) + own.channels : nullptr;
     for (int64_t i = 0; i < each; ++i) {
         const int64_t value_head = head * each + i, at = place * own.value_heads + value_head;
-        const float beta = gate_logit(w, layer, b, gates + value_head * hidden);
-        const auto decay_of = [&](float step) {
-            return std::exp(own.rate[at] * (step > 20.0f ? step : std::log1p(std::exp(step))));
-        };
-        float *found = out + i * values, *state = memory + value_head * keys * values, *own_v = v + i * values;
-        const float share = 1.0f / (1.0f + std::exp(-beta)), *z = x + own.channels + value_head * values;
+        const float beta = 1.0f / (1.0f + std::exp(-gate_logit(w, layer, b, gates + value_head * hidden)));
+        const auto decay_of = [&](float logit) { return std::exp(own.rate[at] * step_of(logit)); };
+        float *found = out + i * values, *state = memory + i * keys * values, *own_v = v + i * values;
+        const float* z = x + own.channels + value_head * values;
+        if (kept) kept[value_head] = beta;
         if (rank) {
             const float *first = x + own.channels, *steps = own.step + at * keys;
             dots(1, first, rank, own.decay_up + at * keys * rank, keys, rank, decays, 0);
             for (int64_t j = 0; j < keys; ++j) decays[j] = decay_of(decays[j] + steps[j]), decayed[j] = decays[j] * k[j];
-            delta_rule<true>(state, keys, values, q, k, decays, decayed, share, own_v, found);
+            if (kept) std::copy(decays, decays + keys, kept + own.value_heads + value_head * keys);
+            delta_rule<true>(state, keys, values, q, k, decays, decayed, beta, own_v, found);
             dots(1, first + rank, rank, own.gate_up + at * values * rank, values, rank, gated, 0);
             z = gated;
         } else {
-            const float step = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden);
-            const float decay = decay_of(step + own.step[at]);
-            delta_rule<false>(state, keys, values, q, k, &decay, nullptr, share, own_v, found);
+            const float logit = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden);
+            const float decay = decay_of(logit + own.step[at]);
+            if (kept) kept[own.value_heads + value_head] = decay;
+            delta_rule<false>(state, keys, values, q, k, &decay, nullptr, beta, own_v, found);
         }
         const float factor = norm_factor(found, values, w.model.eps), *norm = own.norm + place * values;
         for (int64_t j = 0; j < values; ++j)
@@ -192,7 +277,8 @@ inline vec scan_columns(float* state, int64_t states, int64_t size, const float*
     return sums[0] + sums[1];
 }
 
-// Of one token: norm per group of what its heads made, times the gates; then the convolution of B and C moves on.
+// Of one token: norm per group of what its heads made, times the gates; then the convolution of B and C moves on, unless
+// a step with drafts has moved it.
 inline void finish_scan(Work& w, int64_t layer, int64_t b) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), inner = own.value_heads * own.value_dim, each = inner / own.key_heads;
@@ -204,6 +290,7 @@ inline void finish_scan(Work& w, int64_t layer, int64_t b) {
         for (int64_t j = first; j < first + each; ++j) z[j] = found[j] * factor * norm[j];
     }
     put_input(own.out, w.engine.packed, Place(w.tokens, b), z, 0, inner);
+    if (w.step.ahead) return;
     float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
     for (int64_t i = 0; i + 1 < own.kernel; ++i) {
         float* to = inputs + i * own.channels;
@@ -212,9 +299,10 @@ inline void finish_scan(Work& w, int64_t layer, int64_t b) {
     }
 }
 
-// One head of Mamba-2 and token: convolution of its channels and of its group's B and C, the scan (arXiv 2405.21060). Its
-// output takes the place of its inputs; who ends last of a token goes on with all of them.
-inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head) {
+// One head of Mamba-2, with its state, and token: convolution of its channels and of its group's B and C, unless a step
+// with drafts has made it, and the scan (arXiv 2405.21060). Its output takes the place of its inputs; who ends last of a
+// token goes on with all of them.
+inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head, float* state) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), states = own.key_dim, size = own.value_dim, heads = own.value_heads;
     const int64_t inner = heads * size, group = head / (heads / own.key_heads), at = place * heads + head;
@@ -228,6 +316,7 @@ inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head) {
         return silu(bias ? sum + load_some(bias + channel, some) : sum, all(1.0f));
     };
     const auto shared = [&](int64_t first, float* to) {  // of the group: read by all its heads, moved on by the last
+        if (w.step.ahead) return void(std::copy(x + first, x + first + states, to));
         for (int64_t i = 0; i < states; i += W) {
             const int64_t some = std::min<int64_t>(W, states - i), channel = first + i;
             vec sum = {};
@@ -242,12 +331,11 @@ inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head) {
     };
     shared(inner + group * states, in);
     shared(inner + (own.key_heads + group) * states, out);
-    const float logit = x[own.channels + head] + own.step[at];
-    const float step = logit > 20.0f ? logit : std::log1p(std::exp(logit)), decay = std::exp(own.rate[at] * step);
-    float* state = state_of(w, w.rows.memories, layer, b, inner * states) + head * states * size;
+    const float step = step_of(x[own.channels + head] + own.step[at]), decay = std::exp(own.rate[at] * step);
     for (int64_t i = 0; i < size; i += W) {
         const int64_t some = std::min<int64_t>(W, size - i), channel = head * size + i;
-        const vec own_x = activated(convolve(w, inputs, taps, channel, some, load_some(x + channel, some)), channel, some);
+        const vec raw = load_some(x + channel, some);
+        const vec own_x = w.step.ahead ? raw : convolved(w, layer, inputs + channel, own.channels, channel, some, raw);
         const vec found = scan_columns(state + i, states, size, in, out, decay, own_x * step, some) + own_x * own.skip[at];
         float lanes[W];
         store(lanes, found);
@@ -263,6 +351,92 @@ inline bool is_recurrent_stage_empty(Work& w, int64_t stage) {
     return stage > 2 && stage + 1 < attention_stages(w.model);
 }
 
+// All heads of all entries; task(b, head, its states). Drafted entries of a row go on from a copy of its states.
+template <class Head>
+void share_heads(Work& w, int64_t layer, int64_t heads, Head run) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t each = own.value_heads / heads, size = each * own.key_dim * own.value_dim;
+    if (w.step.ahead) convolve_entries(w, layer);
+    w.share(w.step.batch * heads, 1, [&](int64_t task) {
+        const int64_t first = task / heads, head = task % heads;
+        if (ahead_of(w, first)) return;
+        float *memory = memory_of(w, layer, first, head * each), *copy = w.scratch + head_scratch(own);
+        run(first, head, memory);
+        if (!w.step.ahead || !goes_on(w, first)) return;
+        std::copy(memory, memory + size, copy);
+        for (int64_t b = first; goes_on(w, b); ++b) run(b + 1, head, copy);
+    });
+}
+
+// The row of entry b has accepted the `count` drafted entries after it: its states go on by them.
+inline void accept_channels(Work& w, int64_t layer, int64_t b, int64_t count, int64_t begin) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t end = std::min(begin + DRAFT_CHANNELS, own.channels);
+    float* state = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
+    for (int64_t e = 1; e <= count; ++e) {
+        float* kept = kept_of_draft(w, layer, b + e);
+        for (int64_t at = begin; at < end; at += W) {
+            const int64_t some = std::min<int64_t>(W, end - at);
+            store_some(kept + at, convolved(w, layer, state + at, own.channels, at, some, load_some(kept + at, some)), some);
+        }
+    }
+}
+
+inline void accept_head(Work& w, int64_t layer, int64_t b, int64_t count, int64_t value_head) {  // after accept_channels
+    const Recurrent& own = w.model.recurrent;
+    const int64_t keys = own.key_dim, values = own.value_dim, heads = own.value_heads;
+    const int64_t key_head = value_head / (heads / own.key_heads), at = place_of(w, layer) * heads + value_head;
+    float *k = w.scratch, *v = k + keys, *out = v + values, *decayed = out + values;
+    float* memory = memory_of(w, layer, b, value_head);
+    for (int64_t e = 1; e <= count; ++e) {
+        const float *kept = kept_of_draft(w, layer, b + e), *gates = kept + own.channels;
+        if (!own.skip) {
+            const float *key = kept + (own.key_heads + key_head) * keys;
+            const float *value = kept + 2 * own.key_heads * keys + value_head * values;
+            std::copy(key, key + keys, k);
+            std::copy(value, value + values, v);
+            to_unit(k, keys, 1.0f);
+            if (own.gate_rank) {
+                const float* decays = gates + heads + value_head * keys;
+                for (int64_t j = 0; j < keys; ++j) decayed[j] = decays[j] * k[j];
+                delta_rule<true>(memory, keys, values, k, k, decays, decayed, gates[value_head], v, out);
+            } else {
+                delta_rule<false>(memory, keys, values, k, k, gates + heads + value_head, nullptr, gates[value_head], v, out);
+            }
+            continue;
+        }
+        const float *x = kept + value_head * values, *in = kept + heads * values + key_head * keys;
+        const float step = step_of(gates[value_head] + own.step[at]), decay = std::exp(own.rate[at] * step);
+        for (int64_t i = 0; i < values; i += W) {
+            const int64_t some = std::min<int64_t>(W, values - i);
+            scan_columns(memory + i, keys, values, in, in, decay, load_some(x + i, some) * step, some);
+        }
+    }
+}
+
+// counts: of each row of the step the entries that it has accepted, its first among them.
+inline void accept_drafts(Work& w, const int64_t* counts) {
+    const Recurrent& own = w.model.recurrent;
+    const int64_t blocks = (own.channels + DRAFT_CHANNELS - 1) / DRAFT_CHANNELS;
+    const auto for_rows = [&](int64_t parts, auto accept) {
+        w.share(w.model.layers * w.step.batch * parts, 1, [&](int64_t task) {
+            const int64_t part = task % parts, b = task / parts % w.step.batch, layer = task / parts / w.step.batch;
+            if (ahead_of(w, b) || w.model.mixers[layer] != RECURRENT) return;
+            int64_t row = -1;
+            for (int64_t i = 0; i <= b; ++i) row += w.step.ahead[i] == 0;
+            if (counts[row] > 1) accept(layer, b, counts[row] - 1, part);
+        });
+    };
+    for_rows(blocks, [&](int64_t layer, int64_t b, int64_t count, int64_t part) {
+        accept_channels(w, layer, b, count, part * DRAFT_CHANNELS);
+    });
+    w.end_part();
+    if (own.value_heads)
+        for_rows(own.value_heads, [&](int64_t layer, int64_t b, int64_t count, int64_t head) {
+            accept_head(w, layer, b, count, head);
+        });
+}
+
 inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer);
@@ -272,11 +446,12 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
         case 2:
             if (!own.value_heads) return short_conv(w, layer);
             if (own.skip)
-                return w.share(w.step.batch * own.value_heads, 1, [&](int64_t task) {
-                    scan_head(w, layer, task / own.value_heads, task % own.value_heads);
+                return share_heads(w, layer, own.value_heads, [&](int64_t b, int64_t head, float* state) {
+                    scan_head(w, layer, b, head, state);
                 });
-            return w.share(w.step.batch * own.key_heads, 1,
-                           [&](int64_t task) { delta_head(w, layer, task / own.key_heads, task % own.key_heads); });
+            return share_heads(w, layer, own.key_heads, [&](int64_t b, int64_t head, float* memory) {
+                delta_head(w, layer, b, head, memory);
+            });
         default: return add_product(w, own.out, place, own.out_bias, turn_of(w, layer, AFTER_ATTENTION));
     }
 }

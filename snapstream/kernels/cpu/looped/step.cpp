@@ -325,6 +325,14 @@ bool step(Engine& engine, const Step& step) {
     return !engine.ranks.has_failed;
 }
 
+void accept(Engine& engine, const Step& step, const int64_t* counts) {
+    engine.tasks.clear();
+    engine.pool.run([&](int index) {
+        Work work(engine, step, index);
+        accept_drafts(work, counts);
+    });
+}
+
 Product prefill_product(const Stack& matrix) {
     return takes_bf16(matrix) ? bf16_product(matrix.format) : products_with(matrix).of_one;
 }
@@ -341,7 +349,7 @@ int64_t scratch_floats(const Model& model, int64_t max_batch) {
         const int64_t shared = model.heads / model.parts[layer].kv_heads, group = shared * model.parts[layer].head_dim;
         attention = std::max(attention, group + std::max(group, attend_scratch(shared)));
     }
-    return std::max({products, attention, model.per_layer_dim, latent_scratch(model), mixture_scratch(model), delta_scratch(model)});
+    return std::max({products, attention, model.per_layer_dim, latent_scratch(model), mixture_scratch(model), recurrent_scratch(model)});
 }
 
 }  // namespace looped
