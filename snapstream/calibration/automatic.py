@@ -17,6 +17,7 @@ from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.kv import HeadProfile, read_profile
 from snapstream.kernels.compile_cache import cache_root
 from snapstream.models.config_json import fingerprint
+from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import layer_parameters
 from snapstream.startup.measure import decide
 
@@ -89,13 +90,18 @@ def _why_equal(model: ModelConfig, options: EngineOptions, config: EngineConfig)
     """Why this engine cannot have per-head budgets; None if it can."""
     if config.parallel.ranks_here < config.parallel.size:
         return "ranks on other machines may have other profiles"
-    layers, heads = model.num_layers, model.num_kv_heads
+    layers, heads = max(_num_layers(model), 1), model.num_kv_heads
     shares = ((1 / (layers * heads),) * heads,) * layers
     try:
         decide(model, replace(options, heads=HeadProfile(shares=shares, model="")))
     except ValueError as error:
         return str(error).removeprefix("heads: ")
     return None
+
+
+def _num_layers(model: ModelConfig) -> int:
+    """Layers to which a budget applies."""
+    return len(kv_spec_of(model, "float32").budget_layers)
 
 
 def least_seconds(model: ModelConfig, config: EngineConfig) -> float:
@@ -106,7 +112,7 @@ def least_seconds(model: ModelConfig, config: EngineConfig) -> float:
         return 0.0
     import torch
 
-    copies = 1 + model.num_layers * model.num_kv_heads
+    copies = 1 + _num_layers(model) * model.num_kv_heads
     tokens = len(FAMILIES) * (PROMPT_LEN + copies * ANSWER_LEN)
     return 2.0 * layer_parameters(model) * model.num_layers * tokens / (torch.get_num_threads() * THREAD_FLOPS)
 

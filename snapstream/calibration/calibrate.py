@@ -10,7 +10,7 @@ heads that matter a little would get nothing, and what needs them fails first (d
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,13 @@ from snapstream.config.kv import HeadProfile, Shares
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kernels.pytorch import sink_softmax
+from snapstream.kv.spec import State
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import fingerprint
+from snapstream.models.decoder import Decoder
+from snapstream.models.layers import Recurrence
 from snapstream.models.prefill import LayerPass, PassTokens
-from snapstream.models.registry import read_model_config
+from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.tokenizer import find_tokenizer
 from snapstream.startup.build import build_runner
 from snapstream.startup.measure import decide
@@ -97,10 +100,11 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 class Ablation:
     """What a model loses when one kv head forgets the middle of a prompt: every head in turn, on one prefill.
 
-    A ``KVView`` of one new token for each copy of the prompt. Invariant: copies differ in nothing but what one head
-    sees. Copy 0 sees everything; copy ``i`` is that without the candidates of head ``i - 1``, counted layer by layer:
-    of these the head keeps sinks and recent tokens. All copies share the prompt's keys and values; each has its own of
-    the tokens that are fed later.
+    Heads are those of the layers to which a budget applies; layers with windows or states see all that the model does.
+    A ``KVView`` and ``StateView`` of one new token for each copy of the prompt. Invariant: copies differ in nothing but
+    what one head sees. Copy 0 sees everything; copy ``i`` is that without the candidates of head ``i - 1``, counted
+    layer by layer: of these the head keeps sinks and recent tokens. All copies share the prompt's keys and values; each
+    has its own of the tokens that are fed later.
     """
 
     def __init__(self, runner: ModelRunner, token_ids: Sequence[int], num_sink: int, num_recent: int) -> None:
@@ -108,8 +112,11 @@ class Ablation:
         self._decoder, device = runner.decoder, runner.decoder.device
         self._hidden = slice(num_sink, max(num_sink, len(token_ids) - num_recent))  # what a head forgets
         self._num_tokens = len(token_ids)
-        self._prompt: list[tuple[Tensor, Tensor]] = []  # by layer: keys and values [G, N, E], fp32
-        self._later: list[list[tuple[Tensor, Tensor]]] = []  # by layer and token: k and v [B, G, E], fp32
+        full = self._decoder.kv_spec().budget_layers
+        self._places = {layer: place for place, layer in enumerate(full)}
+        self._prompt: dict[int, tuple[Tensor, Tensor]] = {}  # by layer: keys and values [G, N, E], fp32
+        self._later: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by layer and token: k and v [B, G, E], fp32
+        self._states = _States(self._decoder)
         tokens = PassTokens(
             token_ids=torch.tensor(token_ids, device=device),
             positions=torch.arange(len(token_ids), device=device),
@@ -119,15 +126,16 @@ class Ablation:
         )
         chunk_len = runner.config.chunking.chunk_len
         reading = LayerPass(
-            runner.decoder, runner.buffers, tokens, chunk_len, runner.prefill_attention, self._layer_done, "none"
-        )
+            runner.decoder, runner.buffers, tokens, chunk_len, runner.prefill_attention, self._layer_done, "none",
+            self._states,
+        )  # fmt: skip
         for unit in range(reading.num_units):
             reading.run_unit(unit)
+        self._states.copy(self.num_copies)
 
     @property
     def num_copies(self) -> int:
-        config = self._decoder.config
-        return 1 + config.num_layers * config.num_kv_heads
+        return 1 + len(self._places) * self._decoder.config.num_kv_heads
 
     def feed(self, token: int) -> Tensor:
         """The same token for every copy: log-probabilities of the next, ``[B, V]`` fp32."""
@@ -146,20 +154,65 @@ class Ablation:
         keys, values = self._prompt[layer]
         own_keys, own_values = (torch.stack(each, dim=2) for each in zip(*self._later[layer], strict=True))
         q = qk[:, :-groups].float().unflatten(1, (groups, -1)) * qk.shape[-1] ** -0.5  # [B, G, r, E]
+        num_before, place = keys.shape[1], self._places.get(layer)
+        window = self._decoder.config.layer_windows[layer]
+        unseen = 0 if window is None else max(self._num_tokens - window, 0)  # first tokens, behind the window
         out = torch.empty_like(q)
         for head in range(groups):
             before = q[:, head] @ keys[head].T  # [B, r, N]
-            before[1 + layer * groups + head, :, self._hidden] = float("-inf")
             since = q[:, head] @ own_keys[:, head].transpose(1, 2)  # [B, r, t]
+            before[..., :unseen] = float("-inf")
+            since[..., : max(unseen - num_before, 0)] = float("-inf")
+            if place is not None:
+                before[1 + place * groups + head, :, self._hidden] = float("-inf")
             own_sinks = None if norm.sinks is None else norm.sinks.view(groups, -1, 1)[head]
             weights = sink_softmax(torch.cat([before, since], dim=-1), own_sinks)
-            num_before = keys.shape[1]
             out[:, head] = weights[..., :num_before] @ values[head] + weights[..., num_before:] @ own_values[:, head]
         return out.flatten(1, 2).to(heads.dtype)
 
+    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+        """See ``layers.StateView``: one token per copy."""
+        return recurrence(inputs[:, None], self._states.of(0, layer))[:, 0]
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """See ``layers.StateView``: all."""
+        return x
+
     def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        self._prompt.append((keys.float().clone(), values.float().clone()))
-        self._later.append([])
+        self._prompt[layer] = keys.float().clone(), values.float().clone()
+        self._later[layer] = []
+
+
+class _States:
+    """``PromptStates`` of one prompt, then of its copies."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._states = {
+            layer: {name: torch.zeros(shape, device=decoder.device) for name, shape in own.shapes}
+            for layer, own in enumerate(decoder.kv_spec().layers)
+            if isinstance(own, State)
+        }
+
+    def copy(self, count: int) -> None:
+        """Give each of so many copies the state."""
+        for own in self._states.values():
+            for name, tensor in own.items():
+                own[name] = tensor.expand(count, *tensor.shape).clone()  # [B, ...]
+
+    def of(self, prompt: int, layer: int) -> Mapping[str, Tensor]:
+        return self._states[layer]
+
+    def begin(self, prompt: int, layer: int) -> None:
+        """Zeros, as made."""
+
+    def ends(self, prompt: int) -> Sequence[int]:
+        return ()
+
+    def reached(self, prompt: int, layer: int, num_tokens: int) -> None:
+        """Not asked for."""
+
+    def done(self, prompt: int, layer: int) -> None:
+        """Nothing to do."""
 
 
 @torch.inference_mode()
@@ -168,8 +221,9 @@ def damage(
 ) -> tuple[Tensor, int]:
     """KL divergence of the model's distributions over an answer without each head: nats, summed over its tokens.
 
-    Returns ``[L, G]`` fp32 and the number of tokens that count. The answer is teacher-forced; its first token comes
-    from the prompt's prefill and does not count, so it needs at least two tokens.
+    Returns ``[L', G]`` fp32, of the layers to which a budget applies, and the number of tokens that count. The answer
+    is teacher-forced; its first token comes from the prompt's prefill and does not count, so it needs at least two
+    tokens.
     """
     if len(answer) < 2:
         raise ValueError(f"an answer of {len(answer)} tokens; the first comes out of the prefill and does not count")
@@ -208,13 +262,16 @@ def calibrate(
     """Measure on ``num_texts`` generated documents, or windows of ``text``, of ``prompt_len`` tokens.
 
     With ``limit_s`` on as many as the seconds allow, by the time that the first takes; ``TooSlow`` where they are fewer
-    than one of each kind. ValueError for a model of latents, and for texts that are too short.
+    than one of each kind. ValueError for a model of latents or without layers to which a budget applies, and for texts
+    that are too short.
     """
     as_count("prompt_len", prompt_len, LEAST_PROMPT)
     as_count("num_texts", num_texts, len(FAMILIES) if text is None else 1)
     config = read_model_config(model)
     if config.latent is not None:
         raise ValueError("this model keeps latents, one for all heads of a layer; it needs no profile")
+    if not kv_spec_of(config, "float32").budget_layers:
+        raise ValueError("all layers of this model have sliding windows, to which no budget applies; no profile")
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer; calibration reads text")
@@ -243,11 +300,11 @@ def _measure(
     progress: bool,
     limit_s: float | None,
 ) -> tuple[Tensor, int, int]:
-    """Losses per token of an answer ``[L, G]``, how many tokens there were, and of how many texts."""
+    """Losses per token of an answer ``[L', G]``, how many tokens there were, and of how many texts."""
     from tqdm import tqdm
 
-    config = runner.decoder.config
-    losses, count, num_read = torch.zeros(config.num_layers, config.num_kv_heads), 0, 0
+    num_layers, num_heads = len(runner.decoder.kv_spec().budget_layers), runner.decoder.config.num_kv_heads
+    losses, count, num_read = torch.zeros(num_layers, num_heads), 0, 0
     began = perf_counter()
     with tqdm(total=num_texts, desc="Calibrating", disable=not progress, file=sys.stderr) as bar:
         for prompt, answer in texts:
@@ -265,7 +322,7 @@ def _measure(
 
 
 def shares_of(losses: Tensor) -> Shares:
-    """Shares by layer and kv head of losses ``[L, G]``; ValueError for losses that are not finite."""
+    """Shares by layer and kv head of losses ``[L', G]``; ValueError for losses that are not finite."""
     if not losses.isfinite().all():
         raise ValueError("the model's log-probabilities are not finite; it cannot be calibrated in this dtype")
     roots = losses.double().clamp(min=_LEAST_DAMAGE).sqrt()

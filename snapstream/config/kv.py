@@ -209,11 +209,24 @@ Shares = tuple[tuple[float, ...], ...]  # by layer and kv head
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSlots:
-    """Top-k slots of every kv head, ``[L][G]``, and the budget of a mean head. Offsets are in slots of a row."""
+    """Top-k slots of every kv head, ``[L][G]``, and the budget of a mean head. Offsets are in slots of a row.
+
+    Layers to which no budget applies (sliding windows, recurrent states) have none.
+    """
 
     topk: tuple[tuple[int, ...], ...]
     budget: KVBudget
     model: str = ""  # fingerprint of the only checkpoint that they are for
+
+    @property
+    def num_heads(self) -> int:
+        """G."""
+        return max(map(len, self.topk))
+
+    def spread(self, layers: Sequence[int], num_layers: int) -> HeadSlots:
+        """The same in a model of ``num_layers``, whose ``layers`` these are."""
+        found = dict(zip(layers, self.topk, strict=True))
+        return replace(self, topk=tuple(found.get(layer, ()) for layer in range(num_layers)))
 
     @cached_property
     def budgets(self) -> tuple[tuple[KVBudget, ...], ...]:
@@ -223,7 +236,7 @@ class HeadSlots:
     @cached_property
     def widest(self) -> KVBudget:
         """Of the head with most slots. A row's counters are those of this head; every other's follow from them."""
-        return self._with(max(max(layer) for layer in self.topk))
+        return self._with(max(num for layer in self.topk for num in layer))
 
     @cached_property
     def distinct(self) -> tuple[KVBudget, ...]:
@@ -233,7 +246,7 @@ class HeadSlots:
     @cached_property
     def least(self) -> int:
         """Slots of the smallest head: a longer prompt is compressed somewhere."""
-        return self._with(min(min(layer) for layer in self.topk)).capacity
+        return self._with(min(num for layer in self.topk for num in layer)).capacity
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -264,7 +277,7 @@ class HeadSlots:
 
     def of_rank(self, rank: int, num_ranks: int) -> HeadSlots:
         """Of the heads on one of several ranks; heads fewer than ranks are on several."""
-        heads = len(self.topk[0])
+        heads = self.num_heads
         first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
         return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk))
 
@@ -284,7 +297,7 @@ class HeadSlots:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadProfile:
-    """Which share of the top-k slots each kv head of a model gets."""
+    """Which share of the top-k slots each kv head of a model gets, in the layers to which a budget applies."""
 
     shares: Shares
     model: str  # fingerprint of the checkpoint that was calibrated (``models/checkpoint.py``)

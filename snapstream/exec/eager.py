@@ -98,10 +98,7 @@ class RowsForward:
     def _view(self, rows: Tensor, positions: Tensor) -> KVView:
         kernels, state = self._decoder.kernels, self._rows
         queries = None if self._queries is None else self._queries.of_step(rows, positions)
-        if self._cache.heads is None:
-            places = state.places(rows, self._cache.spec)
-        else:
-            places = self._cache.heads.places(rows, state.num_tokens[rows], state.ring_start[rows])
+        places = state.places(rows, self._cache.spec, heads=self._cache.heads)
         return RowsView(self._cache, rows, places, kernels, queries)
 
 

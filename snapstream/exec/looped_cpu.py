@@ -479,8 +479,8 @@ def _rows(parts: StepParts) -> RowTable:
         head_behind=address(None if heads is None else heads.behind),
         row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
         layer_slots=address(tables[0]), windows=address(tables[1]), conv_inputs=address(tables[2]),
-        memories=address(tables[3]),
-        num_rows=cache.num_rows + 1, slots=max(cache.layer_slots) if slots is None else slots.widest.capacity,
+        memories=address(tables[3]), behind=address(state.behind), num_rows=cache.num_rows + 1,
+        slots=max([*cache.layer_slots, 0 if slots is None else slots.widest.capacity]),
         key_format=FORMATS[cache.encodings[0].format.name], value_format=FORMATS[cache.encodings[1].format.name],
     )  # fmt: skip
     table.kept = tables
@@ -491,11 +491,12 @@ def _stored(cache: KVCache, layer: int) -> list[int]:
     """Addresses of a layer's keys, values and their scales, 0 for what it has not; with per-head budgets those of
     all rows, but of scales by head.
     """
+    if isinstance(cache.spec.layers[layer], State):
+        return [0] * 4
     rows = cache.layer(layer)
-    scales = [cache.k_scale, cache.v_scale] if cache.heads is not None else list(rows.scales)
-    if cache.heads is not None:
+    scales = list(rows.scales)
+    if cache.has_own_heads(layer):
         by_head = [encoding.format.scales == "head" for encoding in cache.encodings]
-        scales = [
-            own[layer] if is_own and own is not None else own for own, is_own in zip(scales, by_head, strict=True)
-        ]
+        sides = zip((cache.k_scale, cache.v_scale), by_head, strict=True)
+        scales = [own[layer] if is_own and own is not None else own for own, is_own in sides]
     return [0 if own is None else own.data_ptr() for own in (rows.k, rows.v, *scales)]

@@ -93,7 +93,7 @@ class RowWriter:
         ranks select, where this rank has nothing to select.
         """
         heads = self.config.heads
-        if heads is None or self.config.parallel.size <= len(heads.topk[0]):
+        if heads is None or self.config.parallel.size <= heads.num_heads:
             return None  # kv heads are whole on a rank
         (own,) = self.cache.spans(layer, self.config.budget)
         if layout.candidates(own.budget, prompt_len):

@@ -11,7 +11,7 @@ with per-head budgets ``HeadTable.behind`` of its heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,23 +30,25 @@ from snapstream.step import PrefillEntry
 class StepQueries:
     """Where a decode step puts its queries; a ``models.views.QuerySink``."""
 
-    buffer: Tensor  # [L, rows+1, w, H, E]
+    buffer: Tensor  # [L', rows+1, w, H, E]
+    layers: Mapping[int, int]  # index in the buffer
     rows: Tensor  # [B]
     places: Tensor  # [B]
 
     def put(self, layer: int, q: Tensor) -> None:
         """``q [B, H, E]``, rotated."""
-        self.buffer[layer, self.rows, self.places] = q
+        self.buffer[self.layers[layer], self.rows, self.places] = q
 
 
 class RecentQueries:
-    """The last w = ``num_queries`` decode queries of every row; position p is at index p mod w."""
+    """The last w = ``num_queries`` decode queries of every row in the layers with slots; position p is at p mod w."""
 
     def __init__(
         self, spec: KVSpec, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
     ) -> None:
-        shape = (spec.num_layers, num_rows + 1, num_queries, spec.num_heads, spec.key_dim)
-        self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [L, rows+1, w, H, E]
+        self.layers = {layer: place for place, layer in enumerate(spec.slot_layer_indices)}
+        shape = (len(self.layers), num_rows + 1, num_queries, spec.num_heads, spec.key_dim)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [L', rows+1, w, H, E]
 
     @property
     def num_bytes(self) -> int:
@@ -55,14 +57,14 @@ class RecentQueries:
 
     def of_step(self, rows: Tensor, positions: Tensor) -> StepQueries:
         """Where the queries of ``rows [B]`` at ``positions [B]`` go."""
-        return StepQueries(self.buffer, rows, positions % self.buffer.shape[2])
+        return StepQueries(self.buffer, self.layers, rows, positions % self.buffer.shape[2])
 
     def put(self, layer: int, row: int, position: int, q: Tensor) -> None:
         """Store a query ``[H, E]`` outside of a decode step."""
-        self.buffer[layer, row, position % self.buffer.shape[2]] = q
+        self.buffer[self.layers[layer], row, position % self.buffer.shape[2]] = q
 
     def last(self, row: int, position: int, count: int) -> Tensor:
-        """Queries ``[L, count, H, E]`` of the ``count`` positions before ``position``, oldest first."""
+        """Queries ``[L', count, H, E]`` of the ``count`` positions before ``position``, oldest first."""
         places = torch.arange(position - count, position, device=self.buffer.device) % self.buffer.shape[2]
         return self.buffer[:, row].index_select(1, places)
 
@@ -143,9 +145,9 @@ class Reselector:
             if span.budget == state.budget
         ]
         for local in cache.local_rows([row]):
-            queries = self.queries.last(local, state.position, state.config.num_queries)  # [L, w, H, E]
+            queries = self.queries.last(local, state.position, state.config.num_queries)  # [L', w, H, E]
             for layer, span in spans:
-                q = span.queries(queries[layer], cache.spec.num_kv_heads)
+                q = span.queries(queries[self.queries.layers[layer]], cache.spec.num_kv_heads)
                 scores = cache.slots(self.scores, layer, local, span)  # [g, C]
                 keys, values = cache.tokens(layer, local, order, span)
                 kernels = cache.score_kernels(layer, span, self._kernels)

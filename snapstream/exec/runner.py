@@ -362,11 +362,12 @@ class ModelRunner:
 
     def _budgets(self, entry: PrefillEntry) -> Budgets:
         """Of all kv heads of the model."""
-        if self.config.heads is not None:
-            return self.config.heads.budgets
-        spec = self._whole_spec
+        spec, profile = self._whole_spec, self.config.heads
         heads = (spec.slots_of(layer).num_kv_heads for layer in spec.slot_layer_indices)
-        return tuple((own,) * count for own, count in zip(spec.budgets(entry.budget), heads, strict=True))
+        equal = tuple((own,) * count for own, count in zip(spec.budgets(entry.budget), heads, strict=True))
+        if profile is None:
+            return equal
+        return tuple(profile.budgets[layer] or own for layer, own in zip(spec.slot_layer_indices, equal, strict=True))
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
         """Log-probability of every prompt token after the first, from the uncompressed prefill."""

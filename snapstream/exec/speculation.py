@@ -196,10 +196,11 @@ class Speculation:
         self._rows: dict[int, _Row] = {}
         self._times = StepTimes()
         cache = self.parts.cache
-        self._least_slots = min(cache.layer_slots[layer] for layer in cache.spec.slot_layer_indices)
+        slots = [num for num in cache.layer_slots if num]
         self._windows = [own.num_tokens for own in cache.spec.layers if isinstance(own, Window)]
         if cache.heads is not None:
-            self._least_slots = min(budget.capacity for layer in cache.heads.slots.budgets for budget in layer)
+            slots.append(cache.heads.slots.least)
+        self._least_slots = min(slots)
 
     def _least_ring(self, entry: PrefillEntry) -> int:
         """Slots of the smallest ring of any layer."""
@@ -384,11 +385,7 @@ class SlotBackup:
         self._cache = cache = parts.cache
         self._drafted = batch.ahead.nonzero().squeeze(1)  # entries
         rows, ahead = batch.rows[self._drafted], batch.ahead[self._drafted]
-        state = parts.rows
-        if cache.heads is not None:
-            places = cache.heads.places(rows, state.num_tokens[rows] + ahead, state.ring_start[rows])
-        else:
-            places = state.places(rows, cache.spec, ahead)
+        places = parts.rows.places(rows, cache.spec, ahead, cache.heads)
         self._slots = cache.slot_indices(places)  # [L', drafted, G]
         self._kept = [stored[self._slots] for stored in cache.flat()]
 

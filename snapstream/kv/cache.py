@@ -6,10 +6,10 @@ If all layers have the same number of slots, K and V are ``[L, rows+1, G, C, E]`
 - with sliding windows each layer is one block ``[rows+1, G, C, E]`` with that layer's C; a layer with a recurrent
   state has no slots, and its tensors are apart (``KVCache.state``); where layers differ in G or E too, K and V are
   ``[elements of all rows]``, and a layer that shares the slots of another has none of its own;
-- with per-head budgets (``HeadSlots``) a row is one run of slots, head after head, and a head's address is the index of
-  its first slot among those of all rows. Kernels compute ``row * stride``: over a view with a stride of one slot the
-  address *is* the row index, so each head looks like a row with one kv head (``head_rows``). Rows of that view overlap;
-  only slots below a head's own length are read or written.
+- with per-head budgets (``HeadSlots``) a row is one run of slots, head after head, before the blocks of layers with
+  windows, and a head's address is the index of its first slot among those of all rows. Kernels compute
+  ``row * stride``: over a view with a stride of one slot the address *is* the row index, so each head looks like a row
+  with one kv head (``head_rows``). Rows of that view overlap; only slots below a head's own length are read or written.
 
 ``KVCache.spans`` hides the difference from writers: it lists a layer's heads as one span of G, or as G spans of one.
 
@@ -113,7 +113,8 @@ class HeadTable:
 
     def __init__(self, slots: HeadSlots, device: torch.device | str) -> None:
         def table(values: Sequence[Sequence[int]]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)[:, None]
+            rows = [own or (0,) * slots.num_heads for own in values]  # no heads: not read
+            return torch.tensor(rows, dtype=torch.int64, device=device)[:, None]
 
         self.slots = slots
         self.spans = [  # by layer
@@ -136,7 +137,9 @@ class HeadTable:
         return self.behind
 
     def places(self, rows: Tensor, num_tokens: Tensor, ring_start: Tensor) -> list[RowPlaces]:
-        """Where the next token of ``rows [B]`` goes, per layer, head by head: ``[B * G]``. Counters are ``[B]``."""
+        """Where the next token of ``rows [B]`` goes, per layer, head by head: ``[B * G]``, anywhere in layers without
+        heads of their own. Counters are ``[B]``.
+        """
         ordinal = num_tokens[:, None]  # [B, 1]
         start = torch.minimum(ring_start[:, None], self.ends)  # [L, B, G]
         if self.behind is not None:
@@ -182,7 +185,7 @@ class KVCache:
         heads: HeadSlots | None = None,
     ) -> None:
         """``kernels`` default to ``bind(device)``. With ``partition`` only this rank's part of ``num_rows`` is stored.
-        With ``heads`` (per-head budgets) ``capacity`` is the mean over heads, and there are no windows.
+        With ``heads`` (per-head budgets) ``capacity`` is the mean over heads.
         """
         # Learned attention sinks [L, H] of the model, which take their share of attention scores; None: it has none.
         self.sinks: Tensor | None = None
@@ -193,16 +196,17 @@ class KVCache:
         self.kernels = kernels or bind(device)
         self.heads = None if heads is None else HeadTable(heads, device)
         self.encodings = key_encoding, value_encoding = tuple(ENCODINGS[form.name] for form in spec.formats)
-        # Slots per kv head by layer, and the first slot of each layer's block; unused with per-head budgets.
-        self.layer_slots = [layer.num_slots(capacity) for layer in spec.layers]
+        # Slots per kv head by layer, and the first slot of each layer's block; 0 of layers with per-head budgets.
+        self.layer_slots = [
+            0 if self.has_own_heads(index) else layer.num_slots(capacity) for index, layer in enumerate(spec.layers)
+        ]
         self._layer_heads = [layer.num_kv_heads if isinstance(layer, Full) else 0 for layer in spec.layers]  # G
         sizes = [(num_rows + 1) * own * num for own, num in zip(self._layer_heads, self.layer_slots, strict=True)]
-        self.layer_starts = list(accumulate(sizes, initial=0))
+        by_head = 0 if heads is None else (num_rows + 1) * heads.row_slots
+        self.layer_starts = list(accumulate(sizes, initial=by_head))
         slots: tuple[int, ...] = (spec.num_layers, num_rows + 1, spec.num_kv_heads, self.layer_slots[0])
         self._has_blocks = len(set(self.layer_slots)) > 1 or spec.is_uneven
-        if heads is not None:
-            slots = ((num_rows + 1) * heads.row_slots,)
-        elif self._has_blocks:
+        if heads is not None or self._has_blocks:
             slots = (self.layer_starts[-1],)
         # A slot that was never written may be read with weight 0, and 0 x NaN is NaN: rows begin as zeros.
         if spec.is_uneven:
@@ -225,8 +229,9 @@ class KVCache:
         self._kernel_kv, self._kernel_scales = (self.k, self.v), (self.k_scale, self.v_scale)
         if heads is not None:
             widest = heads.widest.capacity
-            self._kernel_kv = head_rows(self.k, widest), head_rows(self.v, widest)
-            self._kernel_scales = _slot_scales(self.k_scale, widest), _slot_scales(self.v_scale, widest)
+            self._kernel_kv = head_rows(self.k[:by_head], widest), head_rows(self.v[:by_head], widest)
+            scales = self.k_scale, self.v_scale
+            self._kernel_scales = tuple(_slot_scales(own, by_head, widest) for own in scales)
         layers = map(spec.source, range(spec.num_layers))
         self._blocks = [self._block_rows(layer) for layer in layers] if self._has_blocks else []
         self._states = [
@@ -236,12 +241,16 @@ class KVCache:
             for layer in spec.layers
         ]
 
+    def has_own_heads(self, layer: int) -> bool:
+        """Whether the heads of a layer have budgets of their own."""
+        return self.heads is not None and bool(self.heads.spans[layer])
+
     def layer(self, index: int) -> LayerRows:
         """One layer of all rows, as kernels take it."""
-        if self._has_blocks:
-            return self._blocks[index]
-        if self.heads is not None:  # a head's address includes its layer
+        if self.has_own_heads(index):  # a head's address includes its layer
             index = 0
+        elif self._has_blocks:
+            return self._blocks[index]
         return LayerRows(*self._kernel_kv, index, *self._kernel_scales, self.spec.values_are_keys)
 
     def state(self, layer: int) -> Mapping[str, Tensor]:
@@ -278,10 +287,10 @@ class KVCache:
 
     def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
         """All kv heads of a layer, in order; ``budget`` is the row's, ignored with per-head budgets."""
-        if self.heads is None:
-            cache = self.spec.layers[layer]
-            return (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),) if isinstance(cache, Full) else ()
-        return self.heads.spans[layer]
+        if self.heads is not None and self.has_own_heads(layer):
+            return self.heads.spans[layer]
+        cache = self.spec.layers[layer]
+        return (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),) if isinstance(cache, Full) else ()
 
     def score_kernels(self, layer: int, span: HeadSpan | None = None, kernels: Kernels | None = None) -> Kernels:
         """``kernels``, by default the cache's, that score with a layer's sinks, if any, of a span's query heads."""
@@ -296,7 +305,7 @@ class KVCache:
 
         ``stored``: a tensor with an entry per slot, such as ``k``.
         """
-        if self._has_blocks:
+        if self._has_blocks and not self.has_own_heads(layer):
             return self._block(stored, layer)[row]
         if self.heads is None or span is None:
             return stored[layer, row]
@@ -328,15 +337,15 @@ class KVCache:
 
     def slot_indices(self, places: Sequence[RowPlaces]) -> Tensor:
         """Indices ``[L', B, G]`` in ``flat`` of the slots of ``places`` (by layer) in the layers that have some."""
-        layers, heads = self.spec.slot_layer_indices, self.spec.num_kv_heads
-        slots = torch.stack([places[layer].slots for layer in layers])
-        if self.heads is not None:
-            return (slots + torch.stack([places[layer].rows for layer in layers])).view(len(layers), -1, heads)
-        device = slots.device
-        starts = torch.tensor([self.layer_starts[layer] for layer in layers], device=device)[:, None, None]
-        sizes = torch.tensor([self.layer_slots[layer] for layer in layers], device=device)[:, None, None]
-        firsts = places[0].rows[:, None] * heads + torch.arange(heads, device=device)  # [B, G]
-        return starts + firsts * sizes + slots[..., None]
+        heads, found = self.spec.num_kv_heads, []
+        for layer in self.spec.slot_layer_indices:
+            rows, slots = places[layer].rows, places[layer].slots
+            if self.has_own_heads(layer):
+                found.append((rows + slots).view(-1, heads))
+                continue
+            firsts = rows[:, None] * heads + torch.arange(heads, device=rows.device)  # [B, G]
+            found.append(self.layer_starts[layer] + firsts * self.layer_slots[layer] + slots[:, None])
+        return torch.stack(found)
 
     def tokens(self, layer: int, row: int, slots: Tensor, span: HeadSpan | None = None) -> tuple[Tensor, Tensor]:
         """Copies of the keys ``[g, n, E]`` and values ``[g, n, E']`` in ``slots [n]`` of a span."""
@@ -416,9 +425,11 @@ def _dims(layer: LayerCache) -> tuple[int, int]:
     return (layer.key_dim, layer.value_dim) if isinstance(layer, Full) else (0, 0)
 
 
-def _slot_scales(scales: Tensor | None, num_slots: int) -> Tensor | None:
-    """Per-slot scales for kernels with per-head budgets; ``RowsView`` applies per-head scales itself."""
-    return None if scales is None or scales.dim() > 1 else head_rows(scales, num_slots)
+def _slot_scales(scales: Tensor | None, total: int, num_slots: int) -> Tensor | None:
+    """The first ``total`` per-slot scales for kernels with per-head budgets; ``RowsView`` applies per-head scales
+    itself.
+    """
+    return None if scales is None or scales.dim() > 1 else head_rows(scales[:total], num_slots)
 
 
 def _slots(encoding: Encoding, slots: tuple[int, ...], num: int, device: torch.device | str) -> Tensor:

@@ -204,6 +204,12 @@ class KVSpec:
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer, Full))
 
     @property
+    def budget_layers(self) -> tuple[int, ...]:
+        """Indices of the layers to which a row's budget applies, ascending."""
+        with_slots = self.slot_layer_indices
+        return tuple(index for index in with_slots if not isinstance(self.layers[index], Window))
+
+    @property
     def num_slot_layers(self) -> int:
         """Layers that have slots: all but those with states, and those that share others' slots."""
         return len(self._slot_layers)
@@ -364,7 +370,8 @@ class KVSpec:
         """Bytes that KV re-selection adds to a row: the last queries, and an fp32 score per slot."""
         if reselection is None:
             return 0
-        return self.num_layers * (self.query_bytes(reselection.num_queries) + 4 * self.num_kv_heads * capacity)
+        slots = sum(layer.num_slots(capacity) for layer in self.layers)
+        return self.num_slot_layers * self.query_bytes(reselection.num_queries) + 4 * self.num_kv_heads * slots
 
     def reselection_work_bytes(self, reselection: ReselectionConfig | None, capacity: int) -> int:
         """Temporary bytes of a re-selection: one layer of a row ordered by age, and the kept tokens."""

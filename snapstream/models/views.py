@@ -301,7 +301,7 @@ class RowsView:
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """Write one slot per row and kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
-        if self._cache.heads is not None:
+        if self._cache.has_own_heads(layer):
             return self._attend_by_head(layer, heads, norm, rope)
         if self._cache.spec.source(layer) != layer:
             assert rope is not None, "latents are not shared"

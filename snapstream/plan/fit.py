@@ -198,8 +198,6 @@ def engine_config(
         prefix_row_len=0 if store is None or heads else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
-    if model.windows is not None and config.reselection is not None:
-        raise ValueError(f"KV re-selection is not supported for {model.architecture} with sliding windows")
     if model.recurrent_layers:
         _check_recurrent(model, config)
     if model.has_uneven_layers and config.prefix_store is not None and device.startswith("cuda"):
@@ -227,7 +225,6 @@ def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, ma
 def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
     """ValueError for what models with recurrent layers do not support."""
     asked = {
-        f"reselection is {config.reselection!r}": config.reselection is not None,
         "a prefix_store is set on a GPU": config.prefix_store is not None and config.device.startswith("cuda"),
     }
     for what, is_set in asked.items():
@@ -272,18 +269,20 @@ def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOption
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
     """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
     spec = kv_spec_of(model, "float32")
-    if spec.has_states:
-        raise ValueError(f"heads: per-head KV budgets are not supported for {model.architecture} with recurrent layers")
-    if spec.has_windows:
-        raise ValueError(f"heads: per-head KV budgets are not supported for {model.architecture} with sliding windows")
+    if not spec.budget_layers:
+        raise ValueError(
+            f"heads: all {spec.num_layers} layers of {model.architecture} have sliding windows, to which no budget "
+            "applies; it needs no profile"
+        )
     if spec.values_are_keys:
         raise ValueError("heads: this model keeps latents, one for all heads of a layer; it needs no profile")
-    shape, own = (len(profile.shares), len(profile.shares[0])), (spec.num_layers, spec.num_kv_heads)
+    shape, own = (len(profile.shares), len(profile.shares[0])), (len(spec.budget_layers), spec.num_kv_heads)
     if shape != own:
         raise ValueError(
-            f"heads: the profile has {shape[0]} layers of {shape[1]} kv heads; this model has {own[0]} of {own[1]}"
+            f"heads: the profile has {shape[0]} layers of {shape[1]} kv heads; this model has {own[0]} of {own[1]} to "
+            "which a budget applies"
         )
-    return profile.slots(budget, max_model_len)
+    return profile.slots(budget, max_model_len).spread(spec.budget_layers, spec.num_layers)
 
 
 def resolve_formats(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[WeightFormats, KVDType]:

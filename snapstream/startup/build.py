@@ -294,6 +294,11 @@ def make_connector(
         raise ValueError(
             f"heads: KV transfer with per-head budgets needs engines of one device; this one has {config.parallel.size}"
         )
+    if config.heads is not None and not all(config.heads.topk):
+        raise ValueError(
+            f"heads: KV transfer with per-head budgets is not supported for {model.architecture}, whose layers are of "
+            "several kinds"
+        )
     if model.recurrent_layers and config.parallel.size > 1:
         raise ValueError(
             f"{model.architecture} has recurrent layers, whose states are transferred between engines of one device; "

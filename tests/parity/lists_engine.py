@@ -2,8 +2,8 @@
 
 Independent of slots, rings, staging, chunks and kernels: per layer and kv head it keeps a list of (position, key,
 value) and forgets by the rule in words - sinks and selected tokens stay, of the rest the oldest goes when the row is
-full. A layer with a sliding window keeps the last tokens; one that shares keys and values reads another's list. Only
-the decoder's layers, which have a parity test of their own, are shared with the package.
+full. A layer with a sliding window keeps the last tokens, a recurrent one its state; one that shares keys and values
+reads another's list. Only the decoder's layers, which have a parity test of their own, are shared with the package.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 from evals.selectors import Random, Variant, as_variant
 from snapstream.config import KVBudget, ReselectionConfig, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kv.spec import State
 from snapstream.models.decoder import Decoder
+from snapstream.models.layers import Recurrence
 from tests.parity.heads import queries, split
 from tests.unit.kv import row_by_lists
 
@@ -42,7 +44,8 @@ def attend(
 class _Prompt:
     """The view of a layer that a whole prompt passes."""
 
-    def __init__(self, cells: list[list[Cell]], decoder: Decoder) -> None:
+    def __init__(self, engine: ListsEngine, cells: list[list[Cell]]) -> None:
+        decoder, self.states = engine.decoder, engine.states
         self.cells, self.spec, self.windows = cells, decoder.kv_spec(), decoder.config.layer_windows
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
@@ -56,12 +59,20 @@ class _Prompt:
         window = self.windows[layer]
         return torch.stack([attend(q[p], self.cells, p, window, norm.sinks) for p in range(len(q))])
 
+    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+        return recurrence(inputs[None], self.states[layer])[0]
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return x
+
 
 class _Token:
     """The view of a layer that one decoded token passes."""
 
+    recur, outputs = _Prompt.recur, _Prompt.outputs
+
     def __init__(self, engine: ListsEngine, layer: int, position: int) -> None:
-        self.engine, self.layer, self.position = engine, layer, position
+        self.engine, self.layer, self.position, self.states = engine, layer, position, engine.states
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         spec = self.engine.decoder.kv_spec()
@@ -94,7 +105,15 @@ class ListsEngine:
         self.frozen: list[list[set[int]]] = [[set() for _ in heads] for heads in layers]
         self.windows = decoder.config.layer_windows
         by_layer = [budget if size is None else KVBudget.full(size) for size in self.windows]
-        self.budgets = budgets or [[own for _ in heads] for own, heads in zip(by_layer, layers, strict=True)]
+        given = budgets or [()] * len(by_layer)  # none for layers to which no budget applies
+        self.budgets = [
+            own or [other for _ in heads] for own, other, heads in zip(given, by_layer, layers, strict=True)
+        ]
+        self.states = {
+            layer: {name: torch.zeros(1, *shape) for name, shape in own.shapes}
+            for layer, own in enumerate(decoder.kv_spec().layers)
+            if isinstance(own, State)
+        }
         self.reselection = reselection
         self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for heads in layers]  # by position
         self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
@@ -111,9 +130,9 @@ class ListsEngine:
         for layer, source in enumerate(sources):
             if source == layer:
                 whole[layer] = [list(own) for own in self.cells[layer]]
-            view = _Prompt(whole[source], self.decoder)
+            view = _Prompt(self, whole[source])
             hidden = self.decoder.layer(layer, hidden, rope, view, inputs)
-            if source == layer:
+            if source == layer and layer not in self.states:
                 self.cells[layer] = [list(own) for own in whole[layer]]
                 self._compress(layer, view.queries, view.keys, len(prompt))
         tokens, logprobs = [], []

@@ -31,6 +31,7 @@ from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.kv.spec import Full, KVSpec
 from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
+from snapstream.models.registry import read_model_config
 from snapstream.models.views import RowsView
 from snapstream.plan.memory import engine_memory
 from snapstream.startup.build import build_runner
@@ -163,6 +164,47 @@ def test_equal_shares_are_equal_heads(qwen: Path, prompts: list[list[int]]) -> N
         for own, other in zip(llm.generate(prompts, GREEDY), plain.generate(prompts, GREEDY), strict=True):
             assert own.token_ids == other.token_ids and own.compression is not None and other.compression is not None
             assert own.compression.kept_tokens == other.compression.kept_tokens
+
+
+MIXED = ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid"]
+
+
+@pytest.mark.parametrize("reselection", [None, ReselectionConfig(every=5, num_queries=5)])
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+@pytest.mark.parametrize("name", MIXED)
+def test_layers_of_several_kinds_equal_the_list_based_engine(
+    name: str, executor: str, reselection: ReselectionConfig | None, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Budgets of heads in the full layers, beside windows and states; what is planned is allocated."""
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("looped steps need a C++ compiler")
+    folder = save(make_model(name), tmp_path)
+    spec = KVSpec.of(read_model_config(folder), "float32")
+    own = HeadProfile(shares=uneven(len(spec.budget_layers), spec.num_kv_heads), model=fingerprint(folder))
+    settings = SETTINGS | {"executor": executor, "reselection": reselection}
+    with LLM(folder, heads=own, **settings) as llm:
+        heads, runner = llm.config.heads, cast(ModelRunner, llm.engine.runner)
+        assert heads is not None and [bool(layer) for layer in heads.topk] == [
+            layer in spec.budget_layers for layer in range(spec.num_layers)
+        ]
+        outputs = llm.generate(prompts[:4], replace(GREEDY, return_kept=True))
+        stored = runner.cache.num_bytes + (0 if runner.reselector is None else runner.reselector.num_bytes)
+        assert stored == 4 * engine_memory(llm.model_config, llm.config).row_bytes
+    for prompt, output in zip(prompts, outputs, strict=False):
+        lists = ListsEngine(runner.decoder, BUDGET, VOTES, reselection, heads.budgets)
+        assert output.token_ids == lists.generate(prompt, 24)[0], len(prompt)
+    assert outputs[2].compression is not None
+    kept = outputs[2].compression.kept_positions
+    assert kept is not None and [tuple(map(len, layer)) for layer in kept] == [
+        heads.topk[layer] or (0,) * spec.num_kv_heads for layer in spec.slot_layer_indices
+    ]
+
+
+def test_a_profile_without_full_layers_is_refused(tmp_path: Path) -> None:
+    folder = save(make_model("mistral-window"), tmp_path)
+    own = HeadProfile(shares=uneven(3, 2), model=fingerprint(folder))
+    with pytest.raises(ValueError, match="all 3 layers of MistralForCausalLM have sliding windows"):
+        LLM(folder, heads=own, **SETTINGS)
 
 
 def test_rows_take_the_bytes_of_equal_heads(qwen: Path) -> None:

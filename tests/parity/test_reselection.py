@@ -75,6 +75,25 @@ def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Pat
     assert plain != tokens, "the plain rule gives the same answer: the equality says nothing"
 
 
+@pytest.mark.parametrize("case", [0, 5])
+@pytest.mark.parametrize("name", ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid"])
+def test_layers_of_several_kinds_equal_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
+    """Windows and states go on where full layers re-select; what is planned is allocated."""
+    budget, selector, reselection = CASES[case]
+    with LLM(
+        save(make_model(name), tmp_path), budget=budget, selector=selector, reselection=reselection, max_rows=3,
+        max_model_len=120, progress=False,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(prompts(case), PARAMS)
+        runner = llm.engine.runner
+        planned = 4 * engine_memory(llm.model_config, llm.config).row_bytes
+        assert runner.cache.num_bytes + runner.reselector.num_bytes == planned  # type: ignore[attr-defined]
+    for prompt, output in zip(prompts(case), outputs, strict=True):
+        lists = ListsEngine(runner.decoder, budget, selector, reselection)  # type: ignore[attr-defined]
+        assert output.token_ids == lists.generate(prompt, COUNT)[0], len(prompt)
+        assert lists.num_reselections or len(prompt) == 1
+
+
 def test_a_row_is_alone(tmp_path: Path) -> None:
     """The same answers one after the other in one row, with a smaller budget of its own, and with two samples."""
     budget, selector, reselection = CASES[0]

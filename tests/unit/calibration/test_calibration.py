@@ -48,14 +48,19 @@ def test_a_copy_without_a_head_is_a_row_whose_head_keeps_no_more(llm: LLM) -> No
 
 
 @torch.inference_mode()
-def test_a_whole_copy_has_the_models_probabilities(tmp_path: Path) -> None:
-    """Of a model with learned attention sinks, which take a share of them."""
-    model, prompt = make_model("gpt-oss-full"), [7 + 11 * i % 180 for i in range(60)]
+@pytest.mark.parametrize(
+    ("name", "num_layers"), [("gpt-oss-full", 3), ("gpt-oss", 2), ("lfm2", 2), ("granite-hybrid", 2)]
+)
+def test_a_whole_copy_has_the_models_probabilities(name: str, num_layers: int, tmp_path: Path) -> None:
+    """Of models with learned attention sinks, which take a share of them, with windows and with recurrent states."""
+    model, prompt = make_model(name), [7 + 11 * i % 180 for i in range(60)]
     with LLM(save(model, tmp_path), budget="full", max_model_len=80, executor="eager", progress=False) as llm:
-        found = Ablation(cast(ModelRunner, llm.engine.runner), prompt, 4, 16).feed(5)
-    expected = model(torch.tensor([[*prompt, 5]])).logits[0, -1].log_softmax(-1)
-    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=0)
-    assert (found[1:] - found[0]).abs().amax(-1).min() > 1e-4, "every head does something"
+        copies = Ablation(cast(ModelRunner, llm.engine.runner), prompt, 4, 16)
+        found = [copies.feed(token) for token in (5, 6, 7)]
+        assert copies.num_copies == 1 + num_layers * llm.model_config.num_kv_heads
+    expected = model(torch.tensor([[*prompt, 5, 6, 7]])).logits[0, -3:].log_softmax(-1)
+    torch.testing.assert_close(torch.stack(found)[:, 0], expected, atol=1e-4, rtol=0)
+    assert (found[0][1:] - found[0][0]).abs().amax(-1).min() > 1e-4, "every head does something"
 
 
 def test_losses_are_of_the_tokens_after_the_first(llm: LLM) -> None:

@@ -89,11 +89,15 @@ def test_sliding_windows_are_slots_that_no_budget_changes() -> None:
     assert alone.describe_windows().endswith("no budget applies") and LLAMA_1B.describe_windows() == ""
     short = resolve(alone, replace(options, max_model_len=512), H100)
     assert engine_memory(alone, short).row_bytes == one_row[LLAMA_1B] / 16  # no sequence fills a window
-    with pytest.raises(ValueError, match="KV re-selection is not supported for LlamaForCausalLM with sliding windows"):
-        resolve(half, replace(options, reselection=ReselectionConfig(every=64)), H100)
-    profile = HeadProfile(shares=((1 / 128,) * 8,) * 16, model="")
-    with pytest.raises(ValueError, match="per-head KV budgets are not supported for LlamaForCausalLM with sliding"):
-        resolve(half, replace(options, heads=profile), H100)
+    asked = replace(options, reselection=ReselectionConfig(every=64))
+    assert resolve(half, asked, H100).reselection is not None
+    with pytest.raises(ValueError, match="reselection needs a budget with selected slots"):
+        resolve(alone, asked, H100)
+    profile = HeadProfile(shares=((1 / 64,) * 8,) * 8, model="")
+    heads = resolve(half, replace(options, heads=profile), H100).heads
+    assert heads is not None and heads.topk[:8] == ((),) * 8 and heads.row_slots == 64 * 8192
+    with pytest.raises(ValueError, match="all 16 layers of LlamaForCausalLM have sliding windows"):
+        resolve(alone, replace(options, heads=profile), H100)
 
 
 def test_auto_rows_have_a_bound_and_need_room_for_one() -> None:

@@ -133,10 +133,11 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
 struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]
     int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
     int64_t* num_sampled;
+    const int64_t* behind;  // by how many tokens KV re-selections have set num_tokens back; windows go on
     // [L]: addresses of the keys and values of each layer, and of their scales, [rows + 1, G] or one per slot; or null.
     // Of a layer that shares the slots of another: that one's.
     const int64_t *keys, *values, *key_scales, *value_scales;
-    float* queries;                    // [L, rows + 1, kept, H, E], or null
+    float* queries;                    // [L', rows + 1, kept, H, E] of the layers with slots, or null
     // [L]: C of the slots [rows + 1, G, C] that each layer attends to; of a sliding window C again, else 0.
     const int64_t *layer_slots, *windows;
     // With per-head budgets a row is [row_slots], else these are null. [L, G]: a head's first slot in a row, and the

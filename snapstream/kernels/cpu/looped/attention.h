@@ -18,6 +18,7 @@ inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // .
     int64_t first = (row * heads + kv_head) * rows.layer_slots[layer];
     if (rows.windows[layer]) {
         start = 0;
+        token += rows.behind[row];
         capacity = rows.windows[layer];
     } else if (rows.head_starts) {
         first = row * rows.row_slots + rows.head_starts[head];
@@ -105,7 +106,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
         for (int64_t i = 0; i < group * size; ++i) q[i] *= stretch;
     if (rows.queries && part == 0) {
         const int64_t kept = rows.next_position[row] % rows.kept_queries;
-        const int64_t line = (layer * rows.num_rows + row) * rows.kept_queries + kept;
+        const int64_t line = (place * rows.num_rows + row) * rows.kept_queries + kept;
         std::memcpy(rows.queries + (line * w.model.heads + kv_head * group) * size, q, group * size * 4);
     }
     const float factor = k_scale * stored.key_form.unit() * parts.score_scale;
