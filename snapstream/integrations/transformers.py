@@ -2,7 +2,8 @@
 
 After the attention of a layer over a prompt, the layer's keys and values shrink to a row of ``budget`` slots, selected
 by the prompt's last queries (SnapStream, arXiv 2511.03092, section 3); from then on memory and shapes are constant.
-Rows and tokens equal the engine's (``kv/layout.py``).
+Rows and tokens equal the engine's (``kv/layout.py``). Layers with sliding windows or recurrent states, to which no
+budget applies, have the caches that ``DynamicCache`` gives them.
 
 A cache sees keys and values, but no queries. So the constructor sets the config's attention to ``snapstream``:
 PyTorch's ``sdpa``, which also passes a prompt's queries to the cache of the keys; with other caches it is just
@@ -17,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache, DynamicCache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,7 +36,7 @@ LAYER = "snapstream_layer"  # attribute of the keys that are passed to the atten
 
 
 class SnapStreamCache(Cache):
-    """A row per sequence of the batch and layer, of constant size from the end of the prompt on."""
+    """A row per sequence of the batch and full layer, of constant size from the end of the prompt on."""
 
     def __init__(
         self, config: PreTrainedConfig, budget: int | KVBudget | None = None, *, selector: str | Selector = "snapkv"
@@ -58,7 +59,10 @@ class SnapStreamCache(Cache):
             self.budget
         )
         _attend_with_rows(config)
-        super().__init__(layers=[SnapStreamLayer(self.budget, chosen, index) for index in range(model.num_layers)])
+        layers = list(DynamicCache(config=config).layers)
+        for index in kv_spec_of(model, "float32").budget_layers:
+            layers[index] = SnapStreamLayer(self.budget, chosen, index)
+        super().__init__(layers=layers)
 
 
 class SnapStreamLayer(StaticLayer):
@@ -202,18 +206,23 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
     if not settings.get("architectures"):
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
     model = model_config_from_dict(settings)
-    if model.recurrent_layers:
-        raise ValueError(f"{model.architecture} has recurrent layers, which SnapStreamCache does not support")
-    if model.windows is not None:
-        raise ValueError(f"{model.architecture} has sliding windows, which SnapStreamCache does not support")
+    spec = kv_spec_of(model, "float32")
+    if not spec.budget_layers:
+        raise ValueError(
+            f"{model.architecture} has sliding windows in all layers, to which no budget applies; use DynamicCache"
+        )
     if model.rope.kind == "longrope":
         raise ValueError(
             f"{model.architecture} has longrope, and transformers drops its cache where a text outgrows the original "
             "context; SnapStreamCache does not support it"
         )
+    if model.has_uneven_layers:
+        raise ValueError(
+            f"{model.architecture} has layers that differ in their heads, which SnapStreamCache does not support"
+        )
     if model.has_sinks:
         raise ValueError(f"{model.architecture} has learned attention sinks, which SnapStreamCache does not support")
-    if kv_spec_of(model, "float32").values_are_keys:
+    if spec.values_are_keys:
         raise ValueError(
             f"{model.architecture} keeps latents in the engine, which a cache of transformers does not see"
         )

@@ -230,8 +230,9 @@ class KVCache:
         if heads is not None:
             widest = heads.widest.capacity
             self._kernel_kv = head_rows(self.k[:by_head], widest), head_rows(self.v[:by_head], widest)
-            scales = self.k_scale, self.v_scale
-            self._kernel_scales = tuple(_slot_scales(own, by_head, widest) for own in scales)
+            self._kernel_scales = (
+                _slot_scales(self.k_scale, by_head, widest), _slot_scales(self.v_scale, by_head, widest),
+            )  # fmt: skip
         layers = map(spec.source, range(spec.num_layers))
         self._blocks = [self._block_rows(layer) for layer in layers] if self._has_blocks else []
         self._states = [

@@ -198,12 +198,10 @@ def engine_config(
         prefix_row_len=0 if store is None or heads else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
-    if model.recurrent_layers:
-        _check_recurrent(model, config)
-    if model.has_uneven_layers and config.prefix_store is not None and device.startswith("cuda"):
+    no_store = "recurrent layers" if model.recurrent_layers else "layers that differ in their heads"
+    if (model.recurrent_layers or model.has_uneven_layers) and store is not None and device.startswith("cuda"):
         raise ValueError(
-            f"a prefix_store is set on a GPU; the layers of {model.architecture} differ in their heads, which it does "
-            "not support there"
+            f"a prefix_store is set on a GPU; {model.architecture} has {no_store}, which do not support it there"
         )
     problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
@@ -220,16 +218,6 @@ def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, ma
         return 0
     windows = [window for window in model.windows or () if window is not None]
     return min([max_model_len, *windows])
-
-
-def _check_recurrent(model: ModelConfig, config: EngineConfig) -> None:
-    """ValueError for what models with recurrent layers do not support."""
-    asked = {
-        "a prefix_store is set on a GPU": config.prefix_store is not None and config.device.startswith("cuda"),
-    }
-    for what, is_set in asked.items():
-        if is_set:
-            raise ValueError(f"{what}; {model.architecture} has recurrent layers, which do not support it")
 
 
 def with_speculator(options: EngineOptions, *, config_only: bool = False) -> EngineOptions:
