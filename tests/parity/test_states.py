@@ -340,7 +340,7 @@ def test_a_store_on_disk_answers_as_none(num_bytes: int, folder: Path, tmp_path:
             assert [output.token_ids for output in found] == cold
             assert [output.token_ids for output in llm.generate(asked, GREEDY)] == cold
             hits.append(sum(output.cached_tokens for output in found))
-    assert hits[1] > hits[0] > 0
+    assert min(hits) > 0
 
 
 @pytest.mark.parametrize("seed", range(6))
