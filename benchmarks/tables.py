@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.looping_table import equal_memory, looping, looping_rows, sampling
@@ -13,7 +14,8 @@ from benchmarks.ray_tables import ray_scale, ray_soak
 from figures.markdown import link, table
 
 HYBRIDS = ("peers_all_lfm2-100m", "peers_all_qwen3.5-100m", "peers_all_granite-h-100m")
-COMMANDS = dict.fromkeys(("peers_all_100m", *HYBRIDS), "peers")  # where a result is not called as its benchmark
+ENGINES = ("peers_all_100m", "peers_all_100m_avx2", *HYBRIDS, *(f"{name}_avx2_4096" for name in HYBRIDS))
+COMMANDS = dict.fromkeys(ENGINES, "peers") | {"peers_llama_bench": "peers.llama_bench", "looping_avx2": "looping"}
 
 
 def newest(name: str) -> tuple[Path, dict[str, Any]]:
@@ -123,12 +125,32 @@ def peers_all(figures: dict[str, Any]) -> str:
         f"{figures['prompt_len']} tokens of prompt, {figures['new_tokens']} new tokens, full cache, "
         f"{figures['threads']} threads; tokens per second of all rows:"
     ]
+    shares = {line["engine"]: f"{line['read_share']:.0%}" for line in figures["arms"] if "read_share" in line}
     for title, name in (("decode alone", "decode_tokens_per_s"), ("prefill and decode", "output_tokens_per_s")):
         rows = [[engine, *(_rate(found.get((engine, batch), {}).get(name)) for batch in batches)] for engine in engines]
-        parts.append(table([title, *(f"batch {batch}" for batch in batches)], rows))
+        heads = [title, *(f"batch {batch}" for batch in batches)]
+        if shares and name == "decode_tokens_per_s":
+            heads.append("of the read rate, batch 1")
+            rows = [[*row, shares.get(row[0], "")] for row in rows]
+        parts.append(table(heads, rows))
     parts += [f"Left out: {name} ({reason})." for name, reason in figures["left_out"].items()]
     versions = ", ".join(f"{name} {number}" for name, number in figures["versions"].items())
     return "\n\n".join([*parts, f"Versions: {versions}."])
+
+
+def llama_bench(figures: dict[str, Any]) -> str:
+    """``snapstream bench`` and llama.cpp over the same file: means of the repetitions."""
+    rows = []
+    for model in figures["models"]:
+        own, theirs = model["snapstream"], model["llama_cpp"]
+        file = f"{model['shape']} {model['kind']}, {model['file_bytes'] / 1e9:.2f} GB"
+        for test in ("pp512", "tg128"):
+            mine, other = (mean(engine["tokens_per_s"][test]) for engine in (own, theirs))
+            share = f"{own['read_share'][test]:.0%}" if test in own["read_share"] else ""
+            rows.append([file, test, f"{other:,.1f}", f"{mine:,.1f}", f"{mine / other:.2f}x", share])
+    heads = ["file", "test", "llama.cpp, tokens/s", "snapstream, tokens/s", "ratio", "of the read rate"]
+    engines = ", ".join(dict.fromkeys(model["llama_cpp"]["engine"] for model in figures["models"]))
+    return table(heads, rows) + f"\n\n{engines}, {figures['threads']} threads."
 
 
 def experts(figures: dict[str, Any]) -> str:
@@ -306,8 +328,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
     "decode": decode,
     "speculation": speculation, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
-    "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_all_100m": peers_all,
-    **dict.fromkeys(HYBRIDS, peers_all),
+    "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_llama_bench": llama_bench,
+    **dict.fromkeys(ENGINES, peers_all), "looping_avx2": looping,
     "spec_prefill": spec_prefill, "serving": serving,
     "draft_model": draft_model, "soak": soak, "executors": executors, "grammar": grammar,
     "turns": turns, "agent_turns": agent_turns,
@@ -318,7 +340,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 TINY = "the tiny model that ships"
 MODELS = {
     "peers_tiny": TINY, "soak": TINY, "serving": TINY, "executors": TINY, "grammar": "masks and sampling alone",
-    "bad_sockets": TINY, "ray_soak": TINY,
+    "bad_sockets": TINY, "ray_soak": TINY, "peers_llama_bench": "random weights of published shapes",
 }  # fmt: skip  # elsewhere the result names its model
 
 

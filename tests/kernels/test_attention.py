@@ -354,7 +354,6 @@ def test_what_is_remembered_of_a_weight_is_never_given_to_another() -> None:
             for _ in range(2):
                 torch.testing.assert_close(norm(x, weight, eps).double(), exact(x, weight, eps), rtol=2e-6, atol=1e-5)
         del weight
-        gc.collect()
 
 
 # Large memory of a CPU: what it holds, where it begins, what it costs before it is used.

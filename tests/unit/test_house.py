@@ -90,11 +90,12 @@ def read(name: str) -> str:
 
 def functions(tree: ast.AST) -> Iterator[tuple[Function, bool]]:
     """Every function, nested ones too, and whether its first parameter is the object or the class."""
+    conditional = _conditional_methods(tree)
     for node in ast.walk(tree):
         for child in ast.iter_child_nodes(node):
             if isinstance(child, FUNCTIONS):
                 is_static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in child.decorator_list)
-                yield child, (isinstance(node, ast.ClassDef) or child in _conditional_methods(tree)) and not is_static
+                yield child, (isinstance(node, ast.ClassDef) or child in conditional) and not is_static
 
 
 def _conditional_methods(tree: ast.AST) -> list[Function]:
