@@ -76,7 +76,7 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 
 
 def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
-    """Random weights of a dense Llama or Qwen3 with tied embeddings: ``settings`` as in config.json.
+    """Random weights of a dense Llama, Qwen3 or LFM2 with tied embeddings: ``settings`` as in config.json.
 
     Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 the embedding, which is the output too,
     is q6_k, as llama.cpp's own files have it.
@@ -87,9 +87,13 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     types, random = gguf.GGMLQuantizationType, numpy.random.default_rng(0)
     hidden, inner, size = settings["hidden_size"], settings["intermediate_size"], settings["head_dim"]
     queries, keys = settings["num_attention_heads"] * size, settings["num_key_value_heads"] * size
-    writer = _begin(settings, file, settings["model_type"])
-    if settings["model_type"] == "llama":
+    kind_of_model, layers = settings["model_type"], range(settings["num_hidden_layers"])
+    full = settings.get("full_attn_idxs", layers)  # layers with attention; the others have short convolutions
+    writer = _begin(settings, file, kind_of_model)
+    if kind_of_model == "llama":
         writer.add_rope_dimension_count(size)
+    if kind_of_model == "lfm2":
+        writer.add_shortconv_l_cache(settings["conv_L_cache"])
     _add_words(writer, settings["vocab_size"], gguf.TokenType)
 
     def add(name: str, rows: int, cols: int, kind: str = kind) -> None:
@@ -107,17 +111,20 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
         writer.add_tensor(name, numpy.ones(count, numpy.float32), raw_dtype=types.F32)
 
     add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind == "q4_0" else kind)
-    add_norm("output_norm.weight", hidden)
-    for layer in range(settings["num_hidden_layers"]):
+    add_norm("token_embd_norm.weight" if kind_of_model == "lfm2" else "output_norm.weight", hidden)
+    mlp = [("ffn_gate", inner, hidden), ("ffn_up", inner, hidden), ("ffn_down", hidden, inner)]
+    attention = [("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
+                 ("attn_output", hidden, queries)]  # fmt: skip
+    convolution = [("shortconv.in_proj", 3 * hidden, hidden), ("shortconv.out_proj", hidden, hidden)]
+    for layer in layers:
         start = f"blk.{layer}."
-        for name, rows, cols in (
-            ("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
-            ("attn_output", hidden, queries), ("ffn_gate", inner, hidden), ("ffn_up", inner, hidden),
-            ("ffn_down", hidden, inner),
-        ):  # fmt: skip
+        for name, rows, cols in (*(attention if layer in full else convolution), *mlp):
             add(f"{start}{name}.weight", rows, cols)
         norms = {"attn_norm": hidden, "ffn_norm": hidden}
-        if settings["model_type"] == "qwen3":
+        if layer not in full:
+            taps = random.standard_normal((hidden, settings["conv_L_cache"]), dtype=numpy.float32)
+            writer.add_tensor(f"{start}shortconv.conv.weight", taps, raw_dtype=types.F32)
+        elif kind_of_model != "llama":
             norms |= {"attn_q_norm": size, "attn_k_norm": size}
         for name, count in norms.items():
             add_norm(f"{start}{name}.weight", count)
@@ -134,7 +141,10 @@ def _begin(settings: dict[str, Any], file: Path, architecture: str) -> Any:
     writer.add_block_count(settings["num_hidden_layers"])
     writer.add_feed_forward_length(settings["intermediate_size"])
     writer.add_head_count(settings["num_attention_heads"])
-    writer.add_head_count_kv(settings["num_key_value_heads"])
+    heads, full = settings["num_key_value_heads"], settings.get("full_attn_idxs")
+    if full is not None:
+        heads = [heads if layer in full else 0 for layer in range(settings["num_hidden_layers"])]
+    writer.add_head_count_kv(heads)
     writer.add_key_length(settings["head_dim"])
     writer.add_value_length(settings["head_dim"])
     writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])

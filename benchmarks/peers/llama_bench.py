@@ -1,12 +1,13 @@
 """``snapstream bench`` and llama.cpp in turn over the same GGUF file: random weights of a published shape.
 
     make peers                                                # once; or --llama-bench PATH, built from its source
-    python -m benchmarks.peers.llama_bench --save             # 0.6B, 1B and 4B in q4_0
+    python -m benchmarks.peers.llama_bench --save             # 0.6B, 1B and 4B in q4_0, and a hybrid
+    python -m benchmarks.peers.llama_bench --shapes qwen3-0.6b --depths 4096 16384
     python -m benchmarks.peers.llama_bench --shapes tiny      # tries it, in seconds
 
-Both measure a prompt of 512 tokens and 128 tokens after a prompt of one, with as many threads and else their own
-defaults. llama.cpp is its own program llama-bench or, without one, xllamacpp's build, whose own times count. A file is
-deleted before the next is written.
+Both measure a prompt of 512 tokens, and 128 tokens after a prompt of one and of each depth, with a full cache, as many
+threads and else their own defaults. llama.cpp is its own program llama-bench or, without one, xllamacpp's build, whose
+own times count. A file is deleted before the next is written.
 """
 
 from __future__ import annotations
@@ -37,10 +38,23 @@ SHAPES: dict[str, dict[str, Any]] = {
                      "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
                      "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 5e5}, "max_position_embeddings": 131072},
     "qwen3-4b": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
+    # Ten layers with short convolutions, six with attention.
+    "lfm2-1.2b": {"model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 8192,
+                  "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3,
+                  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+                  "rope_parameters": {"rope_theta": 1e6}, "max_position_embeddings": 128000},
     "tiny": QWEN3 | {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
                      "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
+    "tiny-lfm2": {"model_type": "lfm2", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
+                  "num_hidden_layers": 3, "full_attn_idxs": [1], "conv_L_cache": 3, "num_attention_heads": 4,
+                  "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-5,
+                  "rope_parameters": {"rope_theta": 1e6}, "max_position_embeddings": 40960},
 }  # fmt: skip
-TESTS = {"pp512": (512, 0), "tg128": (0, 128)}
+
+
+def tests_of(depths: list[int]) -> dict[str, tuple[int, int]]:
+    """By name: the prompt and the new tokens."""
+    return {"pp512": (512, 0), "tg128": (0, 128)} | {f"tg128 @ {depth}": (depth, 128) for depth in depths}
 
 
 def run(command: list[str], threads: int) -> Any:
@@ -51,29 +65,32 @@ def run(command: list[str], threads: int) -> Any:
     return json.loads(done.stdout)
 
 
-def own_figures(file: Path, threads: int, repetitions: int) -> dict[str, Any]:
+def own_figures(file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
     """Tokens per second of ``snapstream bench``, and what it says about its engine."""
-    found = run([sys.executable, "-m", "snapstream.cli", "bench", str(file), "-p", "512", "-n", "128",
-                 "-r", str(repetitions), "--json"], threads)  # fmt: skip
+    lengths = "-p", "512", "-n", "128", "-d", ",".join(map(str, [0, *depths]))
+    found = run([sys.executable, "-m", "snapstream.cli", "bench", str(file), *lengths, "-r", str(repetitions),
+                 "--budget", "full", "--json"], threads)  # fmt: skip
     tests = {test["test"]: test["tokens_per_s"] for test in found["tests"]}
     about = {name: found[name] for name in ("version", "executor", "weights", "rows")}
     shares = {test["test"]: test["read_share"] for test in found["tests"] if test["read_share"] is not None}
     return {**about, "read_gb_per_s": found["read_bytes_per_s"] / 1e9, "read_share": shares, "tokens_per_s": tests}
 
 
-def peer_figures(program: Path | None, file: Path, threads: int, repetitions: int) -> dict[str, Any]:
+def peer_figures(program: Path | None, file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
     """The same of llama.cpp, with its version."""
     if program is None:
         python = ENVIRONMENTS["llama_cpp"]
         if not python.exists():
             raise SystemExit("error: xllamacpp is not installed: `make peers`, or name a --llama-bench")
+        numbers = map(str, (threads, repetitions, *depths))
         module = Path(__file__).parent / "rates_llama_cpp.py"
-        found: dict[str, Any] = run([str(python), str(module), str(file), str(threads), str(repetitions)], threads)
+        found: dict[str, Any] = run([str(python), str(module), str(file), *numbers], threads)
         return found
     tests = run([str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads),
-                 "-o", "json"], threads)  # fmt: skip
-    rates = {name: test["samples_ts"] for name, lengths in TESTS.items() for test in tests
-             if (test["n_prompt"], test["n_gen"]) == lengths}  # fmt: skip
+                 "-d", ",".join(map(str, [0, *depths])), "-o", "json"], threads)  # fmt: skip
+    rates = {name: test["samples_ts"] for name, (num_prompt, num_new) in tests_of(depths).items() for test in tests
+             if (test["n_prompt"], test["n_gen"], test.get("n_depth", 0))
+             == ((0, num_new, num_prompt) if num_new else (num_prompt, 0, 0))}  # fmt: skip
     engine = f"llama-bench {tests[0]['build_number']} ({tests[0]['build_commit']})"
     return {"engine": engine, "tokens_per_s": rates}
 
@@ -85,8 +102,9 @@ def mean(rates: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, metavar="PATH")
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["qwen3-0.6b", "llama-3.2-1b", "qwen3-4b"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES)[:4])
     parser.add_argument("--kinds", nargs="+", choices=("f16", "q8_0", "q4_0"), default=["q4_0"])
+    parser.add_argument("--depths", nargs="+", type=int, default=[])
     parser.add_argument("--repetitions", type=int, default=2, help="of each test, after one that does not count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
@@ -98,10 +116,10 @@ def main() -> None:
                 file = Path(folder) / f"{shape}-{kind}.gguf"
                 write_random_gguf(SHAPES[shape], file, kind)
                 size = file.stat().st_size
-                own = own_figures(file, args.threads, args.repetitions)
-                peer = peer_figures(args.llama_bench, file, args.threads, args.repetitions)
+                own = own_figures(file, args.threads, args.repetitions, args.depths)
+                peer = peer_figures(args.llama_bench, file, args.threads, args.repetitions, args.depths)
             models.append({"shape": shape, "kind": kind, "file_bytes": size, "snapstream": own, "llama_cpp": peer})
-            for test in TESTS:
+            for test in tests_of(args.depths):
                 mine, theirs = (mean(engine["tokens_per_s"][test]) for engine in (own, peer))
                 print(f"{shape} {kind} {test}: snapstream {mine:,.1f}, llama.cpp {theirs:,.1f} tokens/s, "
                       f"{mine / theirs:.2f} times", flush=True)  # fmt: skip

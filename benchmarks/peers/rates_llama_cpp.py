@@ -1,4 +1,4 @@
-"""pp512 and tg128 of a GGUF file in llama.cpp (xllamacpp), by its own clock, as JSON: FILE THREADS REPETITIONS.
+"""pp512 and tg128 of a GGUF file in llama.cpp (xllamacpp), by its own clock, as JSON: FILE THREADS REPETITIONS DEPTH...
 
 For ``llama_bench.py``, where llama.cpp's own program is not at hand. Standard library and xllamacpp only.
 """
@@ -17,9 +17,10 @@ def main() -> None:
     import xllamacpp
 
     file, threads, repetitions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    depths = [int(depth) for depth in sys.argv[4:]]
     params = xllamacpp.CommonParams()
     params.model.path = file
-    params.n_parallel, params.n_ctx, params.port = 1, 1024, 0
+    params.n_parallel, params.n_ctx, params.port = 1, max([512, *depths]) + 512, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_prompt, params.cache_ram_mib = False, 0
     printed = os.dup(1)
@@ -35,12 +36,14 @@ def main() -> None:
         found: dict[str, float] = answer["timings"]
         return found
 
-    rates: dict[str, list[float]] = {"pp512": [], "tg128": []}
+    rates: dict[str, list[float]] = {"pp512": [], "tg128": [], **{f"tg128 @ {depth}": [] for depth in depths}}
     for repetition in range(repetitions + 1):
-        prefill, decode = timings(512, 1), timings(1, 129)
+        prefill = timings(512, 1)
+        decoded = [timings(depth, 129) for depth in (1, *depths)]
         if repetition:
             rates["pp512"].append(prefill["prompt_n"] / prefill["prompt_ms"] * 1e3)
-            rates["tg128"].append((decode["predicted_n"] - 1) / decode["predicted_ms"] * 1e3)  # the first is prefill's
+            for name, decode in zip(list(rates)[1:], decoded, strict=True):  # the first token is prefill's
+                rates[name].append((decode["predicted_n"] - 1) / decode["predicted_ms"] * 1e3)
     with os.fdopen(printed, "w") as out:
         out.write(json.dumps({"engine": f"xllamacpp {version('xllamacpp')}", "tokens_per_s": rates}))
 

@@ -206,9 +206,11 @@ def test_quick_changes_what_is_not_given() -> None:
     assert parse_args([]).batches == [1, 4, 8, 32]
 
 
-@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_0"])
-def test_a_random_file_of_a_shape_is_read_as_it_is_stored(kind: str, tmp_path: Path) -> None:
-    write_random_gguf(SHAPES["tiny"], file := tmp_path / "model.gguf", kind)
+@pytest.mark.parametrize(
+    ("shape", "kind"), [("tiny", "f16"), ("tiny", "q8_0"), ("tiny", "q4_0"), ("tiny-lfm2", "q4_0")]
+)
+def test_a_random_file_of_a_shape_is_read_as_it_is_stored(shape: str, kind: str, tmp_path: Path) -> None:
+    write_random_gguf(SHAPES[shape], file := tmp_path / "model.gguf", kind)
     stored = read_model_config(file).stored
     assert stored.dequantized == (("Q6_K",) if kind == "q4_0" else ()), stored
 
@@ -218,15 +220,17 @@ def test_llama_benchs_own_names(tmp_path: Path) -> None:
     tests = [
         {"n_prompt": 512, "n_gen": 0, "samples_ts": [3.0, 4.0]},
         {"n_prompt": 0, "n_gen": 128, "samples_ts": [2.0]},
+        {"n_prompt": 0, "n_gen": 128, "n_depth": 64, "samples_ts": [1.5]},
     ]
     about = {"build_number": 7, "build_commit": "abc"}
     program.write_text(f"#!/bin/sh\necho '{json.dumps([test | about for test in tests])}'\n")
     program.chmod(0o755)
-    found = peer_figures(program, tmp_path / "model.gguf", 2, 1)
-    assert found == {"engine": "llama-bench 7 (abc)", "tokens_per_s": {"pp512": [3.0, 4.0], "tg128": [2.0]}}
+    found = peer_figures(program, tmp_path / "model.gguf", 2, 1, [64])
+    rates = {"pp512": [3.0, 4.0], "tg128": [2.0], "tg128 @ 64": [1.5]}
+    assert found == {"engine": "llama-bench 7 (abc)", "tokens_per_s": rates}
     program.write_text("#!/bin/sh\necho 'no such file' >&2\nexit 3\n")
     with pytest.raises(SystemExit, match="ended with 3: no such file"):
-        peer_figures(program, tmp_path / "model.gguf", 2, 1)
+        peer_figures(program, tmp_path / "model.gguf", 2, 1, [])
 
 
 def test_the_table_of_peers() -> None:
