@@ -36,7 +36,7 @@ from snapstream.config import KVBudget, Selector, make_selector
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kernels.reference import sink_softmax
+from snapstream.kernels.reference import capped, sink_softmax
 from snapstream.kv import layout
 from snapstream.kv.compress import kept_positions
 from snapstream.kv.selectors.diverse import Diverse
@@ -143,7 +143,8 @@ class HeadRows:
             seen = layout.num_visible(self.num_tokens + 1, budget.capacity)
             mine = slice(head * group, (head + 1) * group)
             sinks = None if norm.sinks is None else norm.sinks[mine, None]
-            weights = sink_softmax(q[rule, mine] @ keys[:seen].T * keys.shape[1] ** -0.5, sinks)  # [H / G, n]
+            scores = capped(q[rule, mine] @ keys[:seen].T * keys.shape[1] ** -0.5, norm.cap)  # [H / G, n]
+            weights = sink_softmax(scores, sinks)
             out[rule, mine] = weights @ values[:seen]
         return out
 

@@ -18,8 +18,9 @@ ARCHITECTURES = {
     "Ministral3ForCausalLM": "mistral3", "SmolLM3ForCausalLM": "smollm3", "GraniteForCausalLM": "granite",
     "GraniteMoeHybridForCausalLM": "granitehybrid", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo2",
     "OlmoeForCausalLM": "olmoe", "SeedOssForCausalLM": "seed_oss", "GemmaForCausalLM": "gemma",
-    "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss", "Qwen2ForCausalLM": "qwen2",
-    "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe",
+    "Gemma2ForCausalLM": "gemma2", "Gemma3ForCausalLM": "gemma3", "GptOssForCausalLM": "gpt-oss",
+    "Qwen2ForCausalLM": "qwen2", "Qwen2MoeForCausalLM": "qwen2moe", "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "Qwen3NextForCausalLM": "qwen3next", "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
     "Phi3ForCausalLM": "phi3", "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe",
     "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "Glm4ForCausalLM": "glm4",
@@ -55,7 +56,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {}, "qwen2-moe": {}, "qwen3": {"num_key_value_heads": 1}, "qwen3-moe": {"num_key_value_heads": 1},
     "qwen3-next": {}, "qwen3.5": {},
     "qwen3.5-moe": {},
-    "gemma": {}, "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
+    "gemma": {}, "gemma2": {"query_pre_attn_scalar": 20}, "gemma2-panels": {"query_pre_attn_scalar": 32},
+    "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
     "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
     "granite-hybrid-moe": {"mamba_proj_bias": False}, "lfm2": {"conv_bias": False, "block_auto_adjust_ff_dim": False},
     "lfm2-all": {}, "lfm2-moe": {"tie_word_embeddings": True}, "cohere": {"tie_word_embeddings": True}, "cohere2": {},
@@ -68,7 +70,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mellum": {"norm_topk_prob": True},
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid")
-OFFSET = ("gemma", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
+OFFSET = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
@@ -292,6 +294,7 @@ FIELDS = {
     "shared_intermediate_size": "expert_shared_feed_forward_length", "topk_group": "expert_group_used_count",
     "first_k_dense_replace": "leading_dense_block_count", "num_dense_layers": "leading_dense_block_count",
     "moe_layer_start_index": "leading_dense_block_count", "q_lora_rank": "attention.q_lora_rank",
+    "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
     "kv_lora_rank": "attention.kv_lora_rank", "conv_L_cache": "shortconv.l_cache", "logit_scale": "logit_scale",
     "full_attention_interval": "full_attention_interval", "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale",
@@ -322,7 +325,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         rope = rope["full_attention"]
     if settings.get("sliding_window") is not None and arch in WINDOWS:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
-    if arch not in (*WINDOWS, "cohere2", "gpt-oss", "phi3"):
+    if arch not in (*WINDOWS, "cohere2", "gemma2", "gpt-oss", "phi3"):
         found.pop("attention.sliding_window", None)
     found["rope.freq_base"] = float(rope["rope_theta"])
     found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))

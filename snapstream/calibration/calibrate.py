@@ -23,7 +23,7 @@ from snapstream.config import DEFAULT_SINK, DType, EngineOptions, as_count
 from snapstream.config.kv import HeadProfile, Shares
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kernels.pytorch import sink_softmax
+from snapstream.kernels.pytorch import capped_, sink_softmax
 from snapstream.kv.spec import State
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import fingerprint
@@ -159,8 +159,8 @@ class Ablation:
         unseen = 0 if window is None else max(self._num_tokens - window, 0)  # first tokens, behind the window
         out = torch.empty_like(q)
         for head in range(groups):
-            before = q[:, head] @ keys[head].T  # [B, r, N]
-            since = q[:, head] @ own_keys[:, head].transpose(1, 2)  # [B, r, t]
+            before = capped_(q[:, head] @ keys[head].T, norm.cap)  # [B, r, N]
+            since = capped_(q[:, head] @ own_keys[:, head].transpose(1, 2), norm.cap)  # [B, r, t]
             before[..., :unseen] = float("-inf")
             since[..., : max(unseen - num_before, 0)] = float("-inf")
             if place is not None:

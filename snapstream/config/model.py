@@ -417,6 +417,7 @@ class ModelConfig:
     has_layer_scalars: bool = False  # a layer's output is multiplied by a stored number
     has_wide_mlps: bool = False  # the MLP of layers that share keys and values has twice intermediate_size
     logit_cap: float | None = None  # c of c tanh(logits / c)
+    score_cap: float | None = None  # the same of attention scores, before the softmax (Gemma 2)
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     # Attention outputs are gated by a second part of the query projection, in the checkpoint head by head (Qwen3-Next).
@@ -577,7 +578,10 @@ class ModelConfig:
             self.per_layer_dim % 32 == 0,
             f"embeddings per layer have {self.per_layer_dim} numbers; it must be a multiple of 32",
         )
-        check(self.logit_cap is None or self.logit_cap > 0, f"logit_cap is {self.logit_cap}; it must be over 0")
+        for name in ("logit_cap", "score_cap"):
+            cap = getattr(self, name)
+            check(cap is None or cap > 0, f"{name} is {cap}; it must be over 0")
+        check(self.score_cap is None or self.latent is None, "a cap of attention scores with latents is not supported")
 
     @property
     def has_uneven_layers(self) -> bool:

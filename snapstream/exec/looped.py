@@ -72,8 +72,8 @@ def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
         return (
             f"{model.architecture} has multipliers, norms, rope or an activation that the GPU kernel does not support"
         )
-    if model.has_value_norm or model.logit_cap is not None:
-        return f"{model.architecture} has norms of values or a cap of logits, which the GPU kernel does not support"
+    if model.has_value_norm or model.logit_cap is not None or model.score_cap is not None:
+        return f"{model.architecture} has norms of values or caps of logits or scores, which the GPU kernel lacks"
     if model.length_scale is not None:
         return f"{model.architecture} scales queries by position, which the GPU kernel does not support"
     if model.has_attention_gate:

@@ -103,6 +103,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         window_rotated=0 if own is None else own.rotary_dim(config.rope_dim), window_head_dim=config.head_dim,
         full_head_dim=full_dim if config.latent is None else config.head_dim, norms_values=config.has_value_norm,
         per_layer_dim=config.per_layer_dim, logit_cap=config.logit_cap or 0.0,
+        score_cap=config.score_cap or 0.0,
         unrotated_scale=multipliers.attention**0.5,
         dynamic_original=config.rope.original_max_position if is_dynamic else 0,
         long_frequencies=address(rope.long_frequencies),

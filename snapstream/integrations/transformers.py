@@ -222,6 +222,8 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
         )
     if model.has_sinks:
         raise ValueError(f"{model.architecture} has learned attention sinks, which SnapStreamCache does not support")
+    if model.score_cap is not None:
+        raise ValueError(f"{model.architecture} has a cap of attention scores, which SnapStreamCache does not support")
     if spec.values_are_keys:
         raise ValueError(
             f"{model.architecture} keeps latents in the engine, which a cache of transformers does not see"

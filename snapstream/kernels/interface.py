@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ class Kernels:
     # A decode step's attention in one layer: norm, rotate, write a slot per row, attend over the visible slots.
     # heads [B, H+2G, E] as projected -> [B, H, E]
     attend_rows: Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
-    # The same of a layer that shares the slots of another: q [B, H, E], rows [B], lengths [B], sinks -> [B, H, E]
-    decode_attention: Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None], Tensor] = reference.decode_attention
+    # The same of a layer that shares the slots of another: q [B, H, E], rows [B], lengths [B], sinks, cap -> [B, H, E]
+    decode_attention: pytorch.DecodeAttention = reference.decode_attention
     gather_rows: Callable[[LayerRows, Sequence[int], Tensor, Tensor, Tensor], None]  # rows, keys, values, index [G, n]
     snapkv_scores: ScoreKernel
     hop_scores: HopKernel
@@ -80,6 +80,13 @@ class Kernels:
             return self
         snapkv, hops = partial(self.snapkv_scores, sinks=sinks), partial(self.hop_scores, sinks=sinks)
         return replace(self, snapkv_scores=snapkv, hop_scores=hops)
+
+    def with_cap(self, cap: float | None) -> Kernels:
+        """The same; attention scores are those of a model with a ``cap``, see ``reference.capped``; None: without."""
+        if cap is None:
+            return self
+        snapkv, hops = cast(Any, self.snapkv_scores), cast(Any, self.hop_scores)  # what is bound first takes a cap
+        return replace(self, snapkv_scores=partial(snapkv, cap=cap), hop_scores=partial(hops, cap=cap))
 
     def normed(self, given: SumNorm) -> Tensor:
         """``sum_norm`` of ``given``, ``[T, D]``."""
@@ -162,11 +169,12 @@ def _triton() -> Kernels:
     from snapstream.kernels.triton import scores as triton_scores
 
     def decode_attention(
-        q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None
-    ) -> Tensor:
+        q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
         if sinks is not None:  # the kernel has none
-            return reference.decode_attention(q, cache, rows, lengths, sinks)
-        return attention.decode_attention(q, cache, rows, lengths)
+            return reference.decode_attention(q, cache, rows, lengths, sinks, cap)
+        return attention.decode_attention(q, cache, rows, lengths, cap)
 
     return replace(
         _torch(),

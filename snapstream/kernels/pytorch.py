@@ -25,6 +25,7 @@ efficient_operator: Any = torch.ops.aten._scaled_dot_product_efficient_attention
 cudnn_operator: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 window_operator: Any = torch.ops.aten._flash_attention_forward
 WINDOW_QUERIES = 256  # in one masked call; a query is multiplied with up to as many keys outside of its window
+CAPPED_SCORES = 2**22  # that exist at once where they are capped: 16 MiB in fp32
 
 
 def share_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
@@ -36,11 +37,14 @@ def share_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
     num_queries, num_heads, _ = q.shape
     num_kv_heads, num_keys, _ = k.shape
+    if cap is not None:
+        return capped_attention(q, k, v, cap, window, sinks)
     if window is not None and window < num_keys:
         return flash_window(q, k, v, window, sinks) if q.is_cuda else window_attention(q, k, v, window, sinks)
     if sinks is not None and not q.is_cuda:  # the calls below return no log-sum-exp
@@ -91,6 +95,26 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor
     return torch.cat(parts)
 
 
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, cap: float, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
+    """``prefill_attention`` with a cap of scores, which PyTorch's kernels lack, on any device: some queries at a time,
+    in fp32, over the keys they see.
+    """
+    num_queries, num_heads, _ = q.shape
+    num_keys, dtype = k.shape[1], q.dtype
+    step, offset = max(CAPPED_SCORES // (num_heads * num_keys), 1), num_keys - num_queries
+    q, k, v = q.float(), k.float(), v.float()
+    parts = []
+    for first in range(0, num_queries, step):
+        own = q[first : first + step]
+        stop = offset + first + len(own)
+        start = 0 if window is None else max(offset + first + 1 - window, 0)
+        keys, values = k[:, start:stop], v[:, start:stop]
+        parts.append(reference.prefill_attention(own, keys, values, window=window, sinks=sinks, cap=cap))
+    return torch.cat(parts).to(dtype)
+
+
 def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None) -> Tensor:
     """``prefill_attention`` with a sliding window by the flash kernel; half precision on an NVIDIA GPU."""
     queries, keys, values = q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]  # [1, T, H, E], [1, N, G, E]
@@ -130,15 +154,25 @@ def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sinks: Tensor | None 
     return merged[0].transpose(0, 1)
 
 
-def by_cudnn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def by_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``; through cuDNN. Every new pair of lengths costs it a plan on the host."""
+    if cap is not None:
+        return capped_attention(q, k, v, cap, window, sinks)
     if window is not None and window < k.shape[1]:
         return window_attention(q, k, v, window, sinks)
     return split(q, k, v, cudnn, sinks)
 
 
-def by_efficient(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def by_efficient(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``; through the memory-efficient kernel, which also takes fp32."""
+    if cap is not None:
+        return capped_attention(q, k, v, cap, window, sinks)
     if window is not None and window < k.shape[1]:
         return window_attention(q, k, v, window, sinks)
     return split(q, k, v, efficient, sinks)
@@ -195,6 +229,7 @@ def snapkv_scores(
     over_row: bool,
     group_max: bool,
     sinks: Tensor | None = None,
+    cap: float | None = None,
     chunk: int = CHUNK,
 ) -> Tensor:
     """See ``reference.snapkv_scores``: ``queries [w, H, E]``, ``keys [G, N, E]`` -> ``[G, stop - start]`` fp32."""
@@ -207,7 +242,7 @@ def snapkv_scores(
     def logits(low: int, high: int) -> Iterator[tuple[int, int, Tensor]]:
         for a in range(low, high, chunk):
             b = min(a + chunk, high)
-            block = torch.bmm(folded, keys[:, a:b].float().transpose(1, 2))  # [G, r*w, c]
+            block = capped_(torch.bmm(folded, keys[:, a:b].float().transpose(1, 2)), cap)  # [G, r*w, c]
             if b - 1 > first_query:  # some query may not see some key
                 position = torch.arange(a, b, device=keys.device)
                 query_position = first_query + torch.arange(num_queries, device=keys.device)
@@ -219,7 +254,7 @@ def snapkv_scores(
     if keys.dtype == torch.float32 and keys.device.type == "cpu":
         seen, own = keys[:, low:high], slice(start - low, stop - low)
         visible = None if high - 1 <= first_query else first_query - low  # the last key that the first query sees
-        return _cpu_scores(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk, sinks)
+        return _cpu_scores(folded.unflatten(1, (group, -1)), seen, own, visible, group_max, chunk, sinks, cap)
     if sinks is None and not over_row and high - low <= chunk:  # one block: its softmax needs no second pass
         _, _, block = next(logits(low, high))
         return _merge_heads(block.softmax(-1).nan_to_num_(0.0), group, group_max)
@@ -238,7 +273,7 @@ def snapkv_scores(
 
 def hop_scores(
     weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
-    sinks: Tensor | None = None, chunk: int = CHUNK,
+    sinks: Tensor | None = None, cap: float | None = None, chunk: int = CHUNK,
 ) -> Tensor:  # fmt: skip
     """See ``reference.hop_scores``: ``voters [G, m]``, ``queries [N, H, E]``, ``keys [G, N, E]`` -> ``[G, n]`` fp32."""
     num_keys, num_heads, head_dim = queries.shape
@@ -250,7 +285,7 @@ def hop_scores(
     itself = (voters + start).repeat_interleave(group, dim=1)[..., None]  # [G, m*r, 1]
 
     def logits(a: int, b: int) -> Tensor:
-        block = torch.bmm(folded, keys[:, a:b].float().transpose(1, 2))  # [G, m*r, c]
+        block = capped_(torch.bmm(folded, keys[:, a:b].float().transpose(1, 2)), cap)  # [G, m*r, c]
         return block.masked_fill_(torch.arange(a, b, device=keys.device) == itself, float("-inf"))
 
     ends = [(a, min(a + chunk, stop)) for a in range(start, stop, chunk)]
@@ -284,8 +319,9 @@ def key_diversity(keys: Tensor, start: int, stop: int, *, chunk: int = CHUNK) ->
 
 
 def _cpu_scores(
-    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int, sinks: Tensor | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, chunk: int, sinks: Tensor | None,
+    cap: float | None,
+) -> Tensor:  # fmt: skip
     """Votes ``[G, n]`` of ``queries [G, r, w, E]``, scaled, for the keys ``own`` of ``keys [G, N, E]``.
 
     ``visible``: query t sees the keys up to ``visible + t``; None: all. A piece - some kv heads, some query heads of
@@ -299,13 +335,14 @@ def _cpu_scores(
     for first in range(0, num_kv_heads, at_once):
         heads = slice(first, first + at_once)
         of_heads = None if of_groups is None else of_groups[heads]
-        parts.append(_scores_of_heads(queries[heads], keys[heads], own, visible, group_max, rows, of_heads))
+        parts.append(_scores_of_heads(queries[heads], keys[heads], own, visible, group_max, rows, of_heads, cap))
     return torch.cat(parts)
 
 
 def _scores_of_heads(
-    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int, sinks: Tensor | None
-) -> Tensor:
+    queries: Tensor, keys: Tensor, own: slice, visible: int | None, group_max: bool, rows: int, sinks: Tensor | None,
+    cap: float | None,
+) -> Tensor:  # fmt: skip
     """The same, all kv heads at once, with ``rows`` queries of each at a time; ``sinks [G, r, 1, 1]``."""
     (num_kv_heads, group, num_queries, _), num_keys = queries.shape, keys.shape[1]
     heads, piece = max(min(rows // num_queries, group), 1), min(rows, num_queries)
@@ -314,7 +351,8 @@ def _scores_of_heads(
         parts = []  # [G, h, n] each
         for first in range(0, num_queries, piece):
             some = queries[:, head : head + heads, first : first + piece]  # [G, h, p, E]
-            scores = torch.bmm(some.flatten(1, 2), transposed).unflatten(1, some.shape[1:3])  # [G, h, p, N]
+            products = torch.bmm(some.flatten(1, 2), transposed)
+            scores = capped_(products, cap).unflatten(1, some.shape[1:3])  # [G, h, p, N]
             if visible is not None:
                 seen = visible + first + torch.arange(some.shape[2])[:, None]
                 scores.masked_fill_(torch.arange(num_keys) > seen, float("-inf"))
@@ -327,6 +365,11 @@ def _scores_of_heads(
         of_heads = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
         votes = torch.maximum(votes, of_heads.amax(1)) if group_max else votes + of_heads.sum(1)
     return votes
+
+
+def capped_(scores: Tensor, cap: float | None) -> Tensor:
+    """``reference.capped``, in place."""
+    return scores if cap is None else scores.div_(cap).tanh_().mul_(cap)
 
 
 def sink_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
@@ -343,7 +386,7 @@ def _merge_heads(weights: Tensor, group: int, group_max: bool) -> Tensor:
 
 
 NormRope = Callable[[Tensor, HeadNorm, CosSin, int], Tensor]
-DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None], Tensor]
+DecodeAttention = Callable[[Tensor, LayerRows, Tensor, Tensor, Tensor | None, float | None], Tensor]
 AttendRows = Callable[[Tensor, HeadNorm, CosSin | None, LayerRows, RowPlaces, Keep | None], Tensor]
 
 
@@ -496,7 +539,7 @@ def rows_attention(norm_rope: NormRope, decode_attention: DecodeAttention) -> At
         if keep is not None:
             keep(q)
         reference.write_slots(k, v, cache, places.rows, places.slots)
-        return decode_attention(q, cache, places.rows, places.lengths, norm.sinks)
+        return decode_attention(q, cache, places.rows, places.lengths, norm.sinks, norm.cap)
 
     return attend_rows
 

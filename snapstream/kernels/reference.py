@@ -31,18 +31,25 @@ def sink_softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1).softmax(-1)[..., :-1]
 
 
+def capped(scores: Tensor, cap: float | None) -> Tensor:
+    """``cap tanh(scores / cap)``: scores stay within ``+-cap`` (Gemma 2, arXiv 2408.00118, section 2). None: as is."""
+    return scores if cap is None else (scores / cap).tanh() * cap
+
+
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Causal attention of the last T of N tokens: ``q [T, H, E]``, ``k [G, N, E], v [G, N, E']`` -> ``[T, H, E']``.
 
     Query ``i`` is at position ``N - T + i`` and sees the keys up to its own position (bottom-right causal), or with a
-    sliding ``window`` >= 1 only the last ``window`` of those, its own included. ``sinks [H]``: see ``sink_softmax``.
+    sliding ``window`` >= 1 only the last ``window`` of those, its own included. ``sinks [H]``: see ``sink_softmax``;
+    ``cap``: see ``capped``.
     """
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
     grouped = q.float().view(num_queries, num_kv_heads, -1, head_dim)
-    logits = torch.einsum("tgre,gne->grtn", grouped, k.float()) * head_dim**-0.5
+    logits = capped(torch.einsum("tgre,gne->grtn", grouped, k.float()) * head_dim**-0.5, cap)
     query_position = torch.arange(num_keys - num_queries, num_keys, device=q.device)
     behind = query_position[:, None] - torch.arange(num_keys, device=q.device)  # [T, N]: key to query, in tokens
     hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
@@ -52,11 +59,13 @@ def prefill_attention(
     return out.reshape(num_queries, num_heads, -1).to(q.dtype)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """Attention of one query per row over the row's first ``lengths`` slots.
 
     ``q [B, H, E]``, ``rows, lengths [B]`` int64, lengths >= 1 -> ``[B, H, E']``, E' numbers of a value; ``sinks [H]``
-    or ``[B, H]``: see ``sink_softmax``.
+    or ``[B, H]``: see ``sink_softmax``; ``cap``: see ``capped``.
     """
     batch, num_heads, head_dim = q.shape
     keys, values = (  # [B, G, C, E], [B, G, C, E']
@@ -64,7 +73,7 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor,
         for stored, scale in zip((cache.k, cache.v), cache.scales, strict=True)
     )
     grouped = q.float().view(batch, keys.shape[1], -1, head_dim)
-    logits = torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5
+    logits = capped(torch.einsum("bgre,bgce->bgrc", grouped, keys) * head_dim**-0.5, cap)
     unseen = torch.arange(keys.shape[2], device=q.device) >= lengths[:, None, None, None]
     # Slots that were never written may hold anything, NaN included: a weight of 0 would not silence them.
     values = values.masked_fill(unseen[:, 0, 0, :, None].unsqueeze(1), 0.0)
@@ -159,7 +168,7 @@ def attend_rows(
     q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
     if keep is not None:
         keep(q)
-    return decode_attention(q, cache, places.rows, places.lengths, norm.sinks)
+    return decode_attention(q, cache, places.rows, places.lengths, norm.sinks, norm.cap)
 
 
 def code_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -266,20 +275,20 @@ def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor
 
 def hop_scores(
     weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention that the candidates ``[start, stop)`` get from given prompt tokens: ``[G, n]`` fp32.
 
     ``voters [G, m]`` are these tokens, as candidates (0 is ``start``), ``weights [G, m]`` their weights;
     ``queries [N, H, E]`` and ``keys [G, N, E]`` are those of the whole prompt. The softmax runs over all candidates but
     the voter itself, later ones too: a question may refer to a token after it. Averaged over the heads of a group.
-    ``sinks [H]``: see ``sink_softmax``.
+    ``sinks [H]``: see ``sink_softmax``; ``cap``: see ``capped``.
     """
     num_keys, num_heads, head_dim = queries.shape
     num_kv_heads = keys.shape[0]
     grouped = queries.float().view(num_keys, num_kv_heads, -1, head_dim).transpose(0, 1)  # [G, N, r, E]
     own = grouped[torch.arange(num_kv_heads, device=keys.device)[:, None], voters + start]  # [G, m, r, E]
-    logits = torch.einsum("gmre,gne->gmrn", own, keys[:, start:stop].float()) * head_dim**-0.5
+    logits = capped(torch.einsum("gmre,gne->gmrn", own, keys[:, start:stop].float()) * head_dim**-0.5, cap)
     itself = torch.arange(stop - start, device=keys.device) == voters[..., None]  # [G, m, n]
     own_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, -1, 1)
     probabilities = sink_softmax(logits.masked_fill(itself[:, :, None], float("-inf")), own_sinks).nan_to_num(0.0)
@@ -307,18 +316,19 @@ def snapkv_scores(
     over_row: bool,
     group_max: bool,
     sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attention that the candidates ``[start, stop)`` get from observation queries: ``[G, stop - start]`` fp32.
 
     ``queries [w, H, E]`` at positions ``first_query ..``; ``keys [G, N, E]``. The softmax runs over the candidates, or
     with ``over_row`` over every key; a query never sees keys after its own position, and one that sees no candidate
     counts as 0. Summed over the queries, then summed (``group_max``: maximum) over the heads of a group. ``sinks [H]``:
-    see ``sink_softmax``.
+    see ``sink_softmax``; ``cap``: see ``capped``.
     """
     num_queries, num_heads, head_dim = queries.shape
     num_kv_heads, num_keys, _ = keys.shape
     grouped = queries.float().view(num_queries, num_kv_heads, -1, head_dim)
-    logits = torch.einsum("wgre,gne->grwn", grouped, keys.float()) * head_dim**-0.5
+    logits = capped(torch.einsum("wgre,gne->grwn", grouped, keys.float()) * head_dim**-0.5, cap)
     position = torch.arange(num_keys, device=keys.device)
     query_position = first_query + torch.arange(num_queries, device=keys.device)
     hidden = position > query_position[:, None]  # [w, N]

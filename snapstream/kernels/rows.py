@@ -15,12 +15,13 @@ Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a de
 
 
 class HeadNorm(NamedTuple):
-    """What a layer's attention has of its own: the norm of the heads of q and k before the rotation, and sinks."""
+    """What a layer's attention has of its own: the norm of the heads of q and k before the rotation, sinks, a cap."""
 
     weight: Tensor | None  # [H+G, E]; None: no norm
     eps: float
     # Learned attention sinks (gpt-oss): a logit per query head that adds to the denominator of its softmax alone.
     sinks: Tensor | None = None  # [H] or [B, H] fp32
+    cap: float | None = None  # of scores: c tanh(score / c), see reference.capped
 
 
 class SumNorm(NamedTuple):

@@ -63,6 +63,7 @@ class Recipe(TypedDict, total=False):
     has_layer_scalars: bool
     has_wide_mlps: bool
     logit_cap: float | None
+    score_cap: float | None
     latent: LatentConfig  # multi-head latent attention
     index_topk: int  # tokens that an indexer chooses for a query; it is left out
     has_attention_gate: bool

@@ -1,4 +1,5 @@
-"""Gemma 1; Gemma 3 and 4, text: four norms a layer, GELU, windows with another rope (arXiv 2503.19786). No torch.
+"""Gemma 1; Gemma 2 to 4, text: four norms a layer, GELU, windows; caps of scores in Gemma 2 (arXiv 2408.00118), another
+rope of layers with windows since Gemma 3 (arXiv 2503.19786). No torch.
 
 Gemma 4 differs by size: 31B has larger and fewer kv heads in layers without a window, where one projection gives keys
 and values; 26B-A4B has experts beside every MLP; in E2B and E4B the last layers attend to the keys and values of
@@ -29,11 +30,29 @@ _NORMS = LayerNorms(
 )
 
 
+def _multipliers(settings: Settings) -> Multipliers:
+    """Of Gemma 2 and 3: query_pre_attn_scalar takes the place of E in 1 / sqrt(E)."""
+    hidden, head_dim = whole_number(settings, "hidden_size"), whole_number(settings, "head_dim")
+    scale = number(settings, "query_pre_attn_scalar", above=0.0)
+    return Multipliers(embedding=math.sqrt(max(hidden, 1)), attention=math.sqrt(max(head_dim, 1) / scale))
+
+
+def _cap(settings: Settings, name: str) -> float | None:
+    return None if settings.get(name) is None else number(settings, name, above=0.0)
+
+
+def _gemma2(settings: Settings) -> Recipe:
+    return {
+        **attention_biases(settings), **windows_by_type(settings, lambda layer: layer % 2 == 0),
+        "activation": "gelu_tanh", "logit_cap": _cap(settings, "final_logit_softcapping"),
+        "multipliers": _multipliers(settings), "norm_offset": 1.0, "norms": _NORMS,
+        "score_cap": _cap(settings, "attn_logit_softcapping"),
+    }  # fmt: skip
+
+
 def _gemma3(settings: Settings) -> Recipe:
-    """query_pre_attn_scalar takes the place of E in 1 / sqrt(E)."""
     step = whole_number(settings, "sliding_window_pattern")
     windows = windows_by_type(settings, lambda layer: (layer + 1) % step != 0)
-    hidden, head_dim = whole_number(settings, "hidden_size"), whole_number(settings, "head_dim")
     ropes = ropes_by_kind(
         settings,
         {"rope_theta": settings["rope_theta"], "rope_scaling": settings.get("rope_scaling")},
@@ -41,12 +60,10 @@ def _gemma3(settings: Settings) -> Recipe:
     )
     if not windows:
         ropes.pop("window_rope")
-    scale = number(settings, "query_pre_attn_scalar", above=0.0)
     return {
         **attention_biases(settings), **windows, **ropes,
-        "activation": "gelu_tanh", "head_dim": head_dim, "multipliers": Multipliers(
-            embedding=math.sqrt(max(hidden, 1)), attention=math.sqrt(max(head_dim, 1) / scale)
-        ),
+        "activation": "gelu_tanh", "head_dim": whole_number(settings, "head_dim"),
+        "multipliers": _multipliers(settings),
         "max_position": whole_number(settings, "max_position_embeddings"), "norm_offset": 1.0, "norms": _NORMS,
         "qk_norm": True,
     }  # fmt: skip
@@ -112,14 +129,14 @@ def _gemma4(settings: Settings) -> Recipe:
     if not windows:  # then all layers have the heads of full layers
         size = full
         ropes.pop("window_rope")
-    hidden, cap = whole_number(settings, "hidden_size"), settings.get("final_logit_softcapping")
+    hidden = whole_number(settings, "hidden_size")
     recipe: Recipe = {
         **windows, **ropes, "activation": "gelu_tanh", "num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim,
         "full_heads": full if windows and full != size else None, "kv_sources": _kv_sources(settings),
         "keys_are_values": flag(settings, "attention_k_eq_v"), "has_value_norm": True, "has_unscaled_scores": True,
         "per_layer_dim": whole_number(settings, "hidden_size_per_layer_input", 0), "has_layer_scalars": True,
         "has_wide_mlps": flag(settings, "use_double_wide_mlp") and bool(settings.get("num_kv_shared_layers")),
-        "logit_cap": None if cap is None else number(settings, "final_logit_softcapping", above=0.0),
+        "logit_cap": _cap(settings, "final_logit_softcapping"),
         "multipliers": Multipliers(embedding=math.sqrt(max(hidden, 1))), "norms": _NORMS, "qk_norm": True,
         "max_position": whole_number(settings, "max_position_embeddings"),
     }  # fmt: skip
@@ -187,15 +204,21 @@ def _gemma_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
-def _refusals(settings: Settings) -> list[str]:
+def _gemma2_refusals(settings: Settings) -> list[str]:
     reasons = refuse_absent_window(settings)
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if settings.get(name) is not None:
-            reasons.append(f"{name} is {settings[name]!r}; only models without soft caps are supported (as Gemma 3)")
     if flag(settings, "use_bidirectional_attention"):
         reasons.append("use_bidirectional_attention is true; only causal attention is supported")
     if (activation := settings.get("hidden_activation")) != "gelu_pytorch_tanh":
-        reasons.append(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported for Gemma 3")
+        reasons.append(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported for Gemma 2 and 3")
+    return reasons
+
+
+def _gemma3_refusals(settings: Settings) -> list[str]:
+    reasons = [
+        f"{name} is {settings[name]!r}; only models without soft caps are supported (as Gemma 3)"
+        for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        if settings.get(name) is not None
+    ] + _gemma2_refusals(settings)
     if whole_number(settings, "sliding_window_pattern") < 1:
         reasons.append(f"sliding_window_pattern is {settings['sliding_window_pattern']}; it must be >= 1")
     return reasons
@@ -210,6 +233,17 @@ GEMMA = Family(
     refusals=_gemma_refusals,
     has_own_activation=True,
 )  # fmt: skip
+GEMMA2 = Family(
+    defaults={
+        "attn_logit_softcapping": 50.0, "bos_token_id": 2, "eos_token_id": 1, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "num_key_value_heads": 4,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+    recipe=_gemma2,
+    refusals=_gemma2_refusals,
+    has_windows=True,
+    has_own_activation=True,
+)  # fmt: skip
 GEMMA3 = Family(
     defaults={
         "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
@@ -217,7 +251,7 @@ GEMMA3 = Family(
         "rope_theta": 1_000_000.0, "sliding_window": 4096, "sliding_window_pattern": 6, "tie_word_embeddings": True,
     },
     recipe=_gemma3,
-    refusals=_refusals,
+    refusals=_gemma3_refusals,
     has_windows=True,
     has_own_activation=True,
     has_rope_by_kind=True,

@@ -160,6 +160,12 @@ def _olmo(model: Model, own: Settings, settings: Settings) -> Settings:
     return ropes | {"architectures": ["Olmo3ForCausalLM"]} if ropes else {}
 
 
+def _gemma2(model: Model, own: Settings, settings: Settings) -> Settings:
+    """The scale of scores follows from the size in 27b alone (46 layers)."""
+    heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] == 46
+    return {"query_pre_attn_scalar": settings["hidden_size"] // max(heads, 1) if is_27b else settings["head_dim"]}
+
+
 def _gemma3(model: Model, own: Settings, settings: Settings) -> Settings:
     """The scale of scores follows from the size in 27b alone (62 layers)."""
     heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] == 62
@@ -283,6 +289,16 @@ ARCHITECTURES = {
     "qwen35": _DELTA_NET,
     "qwen35moe": replace(_DELTA_NET, name="Qwen3_5MoeForCausalLM", fields={**_DELTA_NET.fields, **_QWEN_EXPERTS}),
     "gemma": Architecture(name="GemmaForCausalLM", norm_offset=1.0),
+    "gemma2": Architecture(
+        name="Gemma2ForCausalLM",
+        fields={
+            **_WINDOW, "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        layer_names={**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
+        norm_offset=1.0,
+        complete=_gemma2,
+    ),
     "gemma3": Architecture(
         name="Gemma3ForCausalLM",
         fields={**_WINDOW, "rope.freq_base_swa": "rope_local_base_freq"},

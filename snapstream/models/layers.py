@@ -460,7 +460,7 @@ def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNo
     """
     sinks = weights.optional("sinks")
     if not config.qk_norm:  # also where whole projections are normed: before this
-        return HeadNorm(None, config.rms_norm_eps, sinks)
+        return HeadNorm(None, config.rms_norm_eps, sinks, config.score_cap)
     q, k = weights.vector("q_norm"), weights.optional("k_norm")
     num_kv_heads, size = config.heads_of(layer)
     if config.has_unscaled_scores:
@@ -470,4 +470,4 @@ def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNo
     if k is not None:
         per_head = torch.cat((per_head, k.expand(num_kv_heads, -1)))  # [H+G, E]
     per_head = per_head.contiguous()
-    return HeadNorm(per_head, config.rms_norm_eps, sinks)
+    return HeadNorm(per_head, config.rms_norm_eps, sinks, config.score_cap)

@@ -31,7 +31,7 @@ from snapstream.models.config_json import (
 )
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
 from snapstream.models.family import Family, sliding_window
-from snapstream.models.gemma import GEMMA, GEMMA3, GEMMA3_TEXT_PART, GEMMA4, GEMMA4_TEXT_PART
+from snapstream.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT_PART, GEMMA4, GEMMA4_TEXT_PART
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
 from snapstream.models.gpt_oss import GPT_OSS
@@ -93,6 +93,7 @@ FAMILIES: Registry[Family] = Registry(
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,
         "GemmaForCausalLM": GEMMA,
+        "Gemma2ForCausalLM": GEMMA2,
         "Gemma3ForCausalLM": GEMMA3,
         "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Gemma4ForCausalLM": GEMMA4,

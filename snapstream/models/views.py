@@ -194,10 +194,10 @@ class StagingView:
             q = self._stage_heads(layer, heads, norm, rope)
             self._keep(self._chunk.segments, q.__getitem__)
         if self._chunk.outputs is not None:
-            attend = partial(self._attention.attend, window=window, sinks=norm.sinks)
+            attend = partial(self._attention.attend, window=window, sinks=norm.sinks, cap=norm.cap)
             parts = [attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs)]
             return torch.cat(parts) if parts else q[:0]
-        return self._attend_all(q, tokens, window, norm.sinks)
+        return self._attend_all(q, tokens, window, norm.sinks, norm.cap)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
         """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.ExpandingView``.
@@ -239,14 +239,14 @@ class StagingView:
 
     def _attend_all(
         self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]], window: int | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:  # fmt: skip
         """Causal attention of a chunk's queries over ``staged`` tokens of their prompts, at most ``window`` each."""
         segments, lens, attention = self._chunk.segments, self._chunk.lens, self._attention
         if lens is not None and attention.attend_packed is not None:
             keys, values = staged(segments[0].staging_start, segments[-1].staging_stop)
-            return attention.attend_packed(q, keys, values, lens, window=window, sinks=sinks)
-        attend = partial(attention.attend, window=window, sinks=sinks)
+            return attention.attend_packed(q, keys, values, lens, window=window, sinks=sinks, cap=cap)
+        attend = partial(attention.attend, window=window, sinks=sinks, cap=cap)
         parts = [attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -306,7 +306,8 @@ class RowsView:
         if self._cache.spec.source(layer) != layer:
             assert rope is not None, "latents are not shared"
             q, places = self._kernels.norm_rope(heads, norm, rope, 0), self._places[layer]
-            return self._kernels.decode_attention(q, self._cache.layer(layer), places.rows, places.lengths, norm.sinks)
+            rows = self._cache.layer(layer)
+            return self._kernels.decode_attention(q, rows, places.rows, places.lengths, norm.sinks, norm.cap)
         sink = self._queries
         keep = None if sink is None else lambda q: sink.put(layer, q)
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)
@@ -341,7 +342,7 @@ class RowsView:
         cos = torch.ones_like(rope[0][:1]).expand(len(entries), 1, size)  # no rotation
         sinks = None if norm.sinks is None else norm.sinks.view(groups, -1).repeat(batch, 1)  # [B * G, H/G]
         out = self._kernels.attend_rows(
-            entries, HeadNorm(None, norm.eps, sinks), (cos, torch.zeros_like(cos)), self._cache.layer(layer),
+            entries, HeadNorm(None, norm.eps, sinks, norm.cap), (cos, torch.zeros_like(cos)), self._cache.layer(layer),
             self._places[layer], None,
         )  # fmt: skip
         if scales is not None:

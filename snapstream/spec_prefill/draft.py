@@ -41,6 +41,7 @@ from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.backends.autotune import automatic
 from snapstream.kernels.backends.prefill import Case
 from snapstream.kernels.cpu.looped.library import library_problem
+from snapstream.kernels.pytorch import capped_
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -78,21 +79,22 @@ class Importance:
         self._pool_kernel = pool_kernel
 
     def add(
-        self, queries: Tensor, keys: Tensor, first_query: int, *, sinks: Tensor | None = None, chunk: int = CHUNK
-    ) -> None:
+        self, queries: Tensor, keys: Tensor, first_query: int, *, sinks: Tensor | None = None,
+        cap: float | None = None, chunk: int = CHUNK,
+    ) -> None:  # fmt: skip
         """One layer: ``queries [w, H, E]`` after RoPE, the first at position ``first_query``; ``keys [G, N, E]``.
 
         A query sees the prompt keys up to its own position: all of them, if it comes after the prompt. Learned
-        attention ``sinks [H]`` take their share of its probability.
+        attention ``sinks [H]`` take their share of its probability; ``cap``: see ``reference.capped``.
         """
         num_queries, num_heads, _ = queries.shape
         half, num_keys = self._pool_kernel // 2, keys.shape[1]
         normaliser = torch.full((num_heads * num_queries,), float("-inf"), device=keys.device)
         if sinks is not None:
             normaliser = sinks.repeat_interleave(num_queries)
-        for _, _, block in _logits(queries, keys, first_query, 0, chunk):
+        for _, _, block in _logits(queries, keys, first_query, 0, chunk, cap):
             normaliser = torch.logaddexp(normaliser, block.logsumexp(-1))
-        for a, b, block in _logits(queries, keys, first_query, half, chunk):
+        for a, b, block in _logits(queries, keys, first_query, half, chunk, cap):
             weights = block.sub_(normaliser[:, None]).exp_()  # [H*w, c + margins]
             before, after = min(half, a), min(half, num_keys - b)  # margins that the block holds
             padded = F.pad(weights, (half - before, half - after))
@@ -106,7 +108,7 @@ class Importance:
 
 
 def _logits(
-    queries: Tensor, keys: Tensor, first_query: int, margin: int, chunk: int
+    queries: Tensor, keys: Tensor, first_query: int, margin: int, chunk: int, cap: float | None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Blocks ``a .. b - 1`` of keys with ``margin`` further keys on both sides: ``[H*w, c + margins]`` fp32."""
     num_queries, num_heads, head_dim = queries.shape
@@ -116,7 +118,7 @@ def _logits(
     for a in range(0, num_keys, chunk):
         b = min(a + chunk, num_keys)
         low, high = max(0, a - margin), min(num_keys, b + margin)
-        block = torch.bmm(folded, keys[:, low:high].float().transpose(1, 2)).flatten(0, 1)  # [H*w, c]
+        block = capped_(torch.bmm(folded, keys[:, low:high].float().transpose(1, 2)), cap).flatten(0, 1)  # [H*w, c]
         if high - 1 > first_query:  # some query may not see some key
             position = torch.arange(low, high, device=keys.device)
             own = first_query + torch.arange(num_queries, device=keys.device)
@@ -175,7 +177,8 @@ def _score_in_pass(
 
     def score(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
         assert queries is not None
-        importance.add(queries, keys[:, :prompt_len], first_query, sinks=decoder.sinks(layer))
+        cap = decoder.config.score_cap
+        importance.add(queries, keys[:, :prompt_len], first_query, sinks=decoder.sinks(layer), cap=cap)
 
     scoring_pass(decoder, ids, prompt_len, num_queries, settings, score)
     return importance.scores()
@@ -202,7 +205,7 @@ def _score_from_all_layers(decoder: Decoder, passages: Sequence[Tensor], setting
         importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
         for layer in range(decoder.config.num_layers):
             keys = look_ahead.cache.layer(layer).k[row, :, :prompt_len]
-            importance.add(queries[layer], keys, first, sinks=decoder.sinks(layer))
+            importance.add(queries[layer], keys, first, sinks=decoder.sinks(layer), cap=decoder.config.score_cap)
         scores.append(importance.scores())
     return scores
 
@@ -307,8 +310,7 @@ def _read(
         num_queries=[num_queries],
     )
     buffers = StagingBuffers(decoder.kv_spec(), config.hidden_size, len(ids), decoder.dtype, device)
-    case = Case.of_model(device, decoder.dtype, config)
-    attention = automatic(device, decoder.dtype, case.head_dim, case.group_size)
+    attention = automatic(Case.of_model(device, decoder.dtype, config))
     step = settings.num_prefill_tokens(device.type)
     one = LayerPass(decoder, buffers, tokens, step, attention, layer_done, outputs)
     one.run()

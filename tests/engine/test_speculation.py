@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ comp
 BUDGETS = {"full": "full", "rows": KVBudget(num_sink=2, num_topk=14, num_recent=16)}
 MODELS = [
     "qwen3", "llama-dynamic", "mistral-window", "qwen2-windows", "smollm3", "mixtral", "deepseek-v3", "gpt-oss",
-    "gemma3", "olmo3", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe",
+    "gemma2", "gemma3", "olmo3", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe",
     "nemotron-h", "nemotron-3", "kimi-linear",
 ]  # fmt: skip
 

@@ -243,6 +243,41 @@ def test_learned_sinks_in_decode(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2)
 
 
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("num_queries", "num_keys", "window"), [(1, 1, None), (1, 40, 7), (7, 40, None), (40, 40, 9),
+                                                                 (300, 700, None), (300, 700, 128)])  # fmt: skip
+def test_capped_scores(monkeypatch: pytest.MonkeyPatch, num_queries: int, num_keys: int, window: int | None,
+                       group: int, has_sinks: bool) -> None:  # fmt: skip
+    """In the reference the last query's written out; every version agrees, in one piece and in many."""
+    torch.manual_seed(num_keys)
+    q, (k, v) = 4.0 * torch.randn(num_queries, 2 * group, 16), torch.randn(2, 2, num_keys, 16)
+    options = {"window": window, "cap": 1.5, "sinks": torch.randn(2 * group) if has_sinks else None}
+    expected = reference.prefill_attention(q, k, v, **options)
+    scores = 1.5 * torch.tanh(torch.einsum("he,hne->hn", q[-1], k.repeat_interleave(group, 0)) / 4 / 1.5)
+    scores = scores[:, -(window or num_keys) :]
+    whole = torch.cat([scores, options["sinks"][:, None]], -1) if has_sinks else scores
+    last = whole.softmax(-1)[:, None, : scores.shape[1]] @ v.repeat_interleave(group, 0)[:, -scores.shape[1] :]
+    torch.testing.assert_close(expected[-1], last[:, 0], rtol=1e-5, atol=1e-6)
+    for at_once in (pytorch.CAPPED_SCORES, 37 * 2 * group * num_keys):
+        monkeypatch.setattr(pytorch, "CAPPED_SCORES", at_once)
+        for attend in (cpu.prefill_attention, pytorch.prefill_attention, pytorch.by_cudnn, pytorch.by_efficient):
+            torch.testing.assert_close(attend(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_capped_scores_in_decode(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, (k, v) = torch.randn(5, 6, 16).to(dtype), torch.randn(2, 7, 2, 30, 16).to(dtype)
+    rows, lengths = torch.tensor([3, 4, 5, 0, 2]), torch.tensor([30, 29, 1, 17, 30])
+    exact = dtype == torch.float32
+    for sinks in (None, torch.randn(6)):
+        want = reference.decode_attention(q, one_layer(k, v), rows, lengths, sinks, 0.3)
+        assert not torch.allclose(want, reference.decode_attention(q, one_layer(k, v), rows, lengths, sinks), atol=0.1)
+        got = cpu.decode_attention(q, one_layer(k, v), rows, lengths, sinks, 0.3)
+        torch.testing.assert_close(got, want, rtol=1e-5 if exact else 2e-2, atol=2e-6 if exact else 2e-2)
+
+
 class Called(TorchDispatchMode):
     """Names of the operators."""
 

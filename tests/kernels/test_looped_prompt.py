@@ -124,14 +124,16 @@ def natives(name: str) -> Iterator[Callable[..., Tensor]]:
     """The kernel of that name, for every set of instructions that has it."""
 
     def in_fp32(
-        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
-    ) -> Tensor:
-        return attend_f32(own, q, k, v, [(len(q), k.shape[1])], window=window, sinks=sinks)
+        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        return attend_f32(own, q, k, v, [(len(q), k.shape[1])], window=window, sinks=sinks, cap=cap)
 
     def in_bf16(
-        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None
-    ) -> Tensor:
-        return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window, sinks=sinks)
+        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window, sinks=sinks, cap=cap)
 
     for instructions in instruction_sets():
         own = library.load(instructions)
@@ -179,6 +181,28 @@ def test_learned_sinks(name: str, queries: int, before: int, heads: int, kv_head
             torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
             for cut in {queries // 3, queries - 1} - {0}:
                 assert torch.equal(native(q[cut:], k, v, window or None, sinks), got[cut:])
+
+
+@NATIVE
+@pytest.mark.parametrize("cap", [0.05, 1.5, 8.0])
+@pytest.mark.parametrize(("queries", "before", "heads", "kv_heads", "window"),
+                         [(1, 0, 2, 1, 0), (33, 5, 6, 2, 0), (150, 700, 8, 1, 128), (301, 400, 6, 3, 0)])  # fmt: skip
+def test_capped_scores(
+    name: str, queries: int, before: int, heads: int, kv_heads: int, window: int, cap: float
+) -> None:
+    """Scores from near 0 to far above the cap; the same bits in any chunks."""
+    q, k, v = sample(queries, heads, kv_heads, before + queries, 48, 48)
+    q *= torch.logspace(-3, 0.5, heads)[:, None]
+    if name == "cpu_bf16":
+        q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    atol = 3e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256
+    for sinks in (None, torch.randn(heads)):
+        want = reference.prefill_attention(q, k, v, window=window or None, sinks=sinks, cap=cap)
+        for native in natives(name):
+            got = native(q, k, v, window or None, sinks, cap)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
+            for cut in {queries // 3, queries - 1} - {0}:
+                assert torch.equal(native(q[cut:], k, v, window or None, sinks, cap), got[cut:])
 
 
 @NATIVE

@@ -82,7 +82,7 @@ def test_versions_of_a_cpu_equal_the_reference(name: str) -> None:
     got = choose(name, CPU).attend(q, k, v)
     torch.testing.assert_close(got, reference.prefill_attention(q, k, v), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(
-        autotune.automatic(q.device, q.dtype, q.shape[2], q.shape[1] // k.shape[0]).attend(q, k, v),
+        autotune.automatic(CPU).attend(q, k, v),
         got,
         rtol=1e-5,
         atol=1e-5,
@@ -218,6 +218,16 @@ def test_only_a_model_with_windows_asks_a_kernel_for_them(gpu: dict[str, Version
         choose("a", windowed)
 
 
+def test_a_model_with_a_cap_asks_a_kernel_for_it(gpu: dict[str, Version]) -> None:
+    gpu["a"] = gpu["c"] = Version("a", windowless, lambda case: "", packed_by_reference)
+    gpu["b"] = Version("b", reference.prefill_attention, lambda case: "")
+    capped = replace(HOPPER, cap=50.0)
+    assert (choose("auto", HOPPER).name, choose("auto", capped).name) == ("a", "b")
+    assert choose("auto", capped).packed_name == "loop"
+    with pytest.raises(ValueError, match="'a' cannot be used: failed its trial"):
+        choose("a", capped)
+
+
 def test_a_packed_kernel_that_fails_its_trial_is_not_used(gpu: dict[str, Version]) -> None:
     def mixes(q: Tensor, k: Tensor, v: Tensor, lens: Any, *, window: int | None = None) -> Tensor:
         return reference.prefill_attention(q, k, v)  # one prompt sees the other
@@ -281,11 +291,12 @@ def is_same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def attend_parts(
-    q: Tensor, k: Tensor, v: Tensor, ends_q: list[int], ends_k: list[int], window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, ends_q: list[int], ends_k: list[int], window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Packed attention by the reference; ``k, v [N, G, E]`` as the packages take them."""
     parts = [
-        reference.prefill_attention(q[a:b], k[c:d].transpose(0, 1), v[c:d].transpose(0, 1), window=window)
+        reference.prefill_attention(q[a:b], k[c:d].transpose(0, 1), v[c:d].transpose(0, 1), window=window, cap=cap)
         for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:], strict=False)
     ]
     return torch.cat(parts)
@@ -301,23 +312,27 @@ class Stand:
 
     def __init__(self, pool: Tensor, *, is_third: bool = False) -> None:
         self.pool, self.is_third, self.calls = pool, is_third, 0
+        self.cap: float | None = None
 
     def flash_attn_func(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1)
-    ) -> Any:
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+    ) -> Any:  # fmt: skip
         self.calls += 1
         window = window_of(window_size[0])
         assert window_size[1] == (-1 if window is None else 0)
         assert causal and q.shape[0] == k.shape[0] == 1
         assert q.shape[2:] == (HEADS, SIZE) and k.shape[2:] == v.shape[2:] == (KV_HEADS, SIZE)
         assert is_same_memory(k, self.pool) and is_same_memory(v, self.pool)
-        out = reference.prefill_attention(q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), window=window)[None]
+        own = q[0], k[0].transpose(0, 1), v[0].transpose(0, 1)
+        out = reference.prefill_attention(*own, window=window, cap=softcap or None)[None]
         return (out, None) if self.is_third else out
 
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, causal: bool, window_size: tuple[int, int] = (-1, -1),
+        max_seqlen_k: int, causal: bool, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     ) -> Any:  # fmt: skip
+        self.cap = softcap or None
         out = self.varlen_attn(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
                                window_size=(window_size[0], 0 if causal else -1), enable_gqa=True)  # fmt: skip
         return (out, None) if self.is_third else out
@@ -335,16 +350,17 @@ class Stand:
         assert (ends_q[-1], ends_k[-1]) == (len(query), len(key))
         assert max_q == max(b - a for a, b in zip(ends_q, ends_q[1:], strict=False))
         assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
-        return attend_parts(query, key, value, ends_q, ends_k, window_of(window_size[0]))
+        return attend_parts(query, key, value, ends_q, ends_k, window_of(window_size[0]), self.cap)
 
     def single_prefill_with_kv_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str, window_left: int
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str, window_left: int,
+        logits_soft_cap: float | None,
+    ) -> Tensor:  # fmt: skip
         self.calls += 1
         assert causal and kv_layout == "HND"
         assert q.shape[1:] == (HEADS, SIZE) and (k.shape[0], k.shape[2]) == (KV_HEADS, SIZE)
         assert is_same_memory(k, self.pool) and is_same_memory(v, self.pool)
-        return reference.prefill_attention(q, k, v, window=window_of(window_left))
+        return reference.prefill_attention(q, k, v, window=window_of(window_left), cap=logits_soft_cap)
 
     def install(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         module: Any = ModuleType(name)
@@ -358,16 +374,17 @@ class Stand:
     [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface"), ("flashinfer", "flashinfer")],
 )
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 40), (7, 40), (40, 40)])
-@pytest.mark.parametrize("window", [None, 1, 9, 50])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (9, None), (50, None), (None, 0.7), (9, 0.7)])
 def test_one_prompt(
-    name: str, module: str, num_queries: int, num_keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name: str, module: str, num_queries: int, num_keys: int, window: int | None, cap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     q, k, v = inputs(num_queries, num_keys)
     stand = Stand(k, is_third=name == "flash_attn_3")
     stand.install(monkeypatch, module)
-    got = getattr(packages, name)(q, k, v, window=window)
+    got = getattr(packages, name)(q, k, v, window=window, cap=cap)
     assert stand.calls == 1
-    assert torch.equal(got, reference.prefill_attention(q, k, v, window=window))
+    assert torch.equal(got, reference.prefill_attention(q, k, v, window=window, cap=cap))
 
 
 @pytest.mark.parametrize(
@@ -378,8 +395,10 @@ def test_one_prompt(
         ("torch_varlen", "torch.nn.attention.varlen"),
     ],
 )
-@pytest.mark.parametrize("window", [None, 1, 9, 50])
-def test_packed_prompts(name: str, module: str, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (9, None), (50, None), (None, 0.7), (9, 0.7)])
+def test_packed_prompts(
+    name: str, module: str, window: int | None, cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three prompts; of the first, only the last 3 tokens are queries."""
     q, k, v = inputs(20, 29)
     stand = Stand(k, is_third=name == "flash_attn_3_packed")
@@ -387,9 +406,13 @@ def test_packed_prompts(name: str, module: str, window: int | None, monkeypatch:
     lens = PackedLens(
         torch.tensor([0, 3, 8, 20], dtype=torch.int32), torch.tensor([0, 12, 17, 29], dtype=torch.int32), 12, 12
     )
-    got = getattr(packages, name)(q, k, v, lens, window=window)
+    if name == "torch_varlen" and cap is not None:
+        with pytest.raises(ValueError, match="varlen_attn of PyTorch has no cap of scores"):
+            packages.torch_varlen(q, k, v, lens, window=window, cap=cap)
+        return
+    got = getattr(packages, name)(q, k, v, lens, window=window, cap=cap)
     assert stand.calls == 1
-    expected = attend_parts(q, k.transpose(0, 1), v.transpose(0, 1), [0, 3, 8, 20], [0, 12, 17, 29], window)
+    expected = attend_parts(q, k.transpose(0, 1), v.transpose(0, 1), [0, 3, 8, 20], [0, 12, 17, 29], window, cap)
     assert torch.equal(got, expected)
 
 

@@ -113,6 +113,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                                 "original_max_position_embeddings": 64}}},
     ),
     "exaone4": ("Exaone4Config", {"sliding_window": 33, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
+    "gemma2": (  # caps that scores and logits reach
+        "Gemma2Config",
+        {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "query_pre_attn_scalar": 12,
+         "tie_word_embeddings": True, "num_hidden_layers": 4, "attn_logit_softcapping": 4.0,
+         "final_logit_softcapping": 5.0},
+    ),
+    "gemma2-full": (
+        "Gemma2Config",
+        {"head_dim": 20, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 4.0, "final_logit_softcapping": None,
+         "layer_types": ["full_attention"] * 3},
+    ),
+    "gemma2-panels": (
+        "Gemma2Config",
+        {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "attn_logit_softcapping": 3.0,
+         "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 48, "tie_word_embeddings": True},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "query_pre_attn_scalar": 12,

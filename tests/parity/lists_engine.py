@@ -25,10 +25,8 @@ from tests.unit.kv import row_by_lists
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E']
 
 
-def attend(
-    q: Tensor, cells: list[list[Cell]], last: int, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
-    """One query ``[H, E]`` over the cells of each kv head to position ``last``: ``[H, E']``; ``sinks [H]``."""
+def attend(q: Tensor, cells: list[list[Cell]], last: int, norm: HeadNorm, window: int | None = None) -> Tensor:
+    """One query ``[H, E]`` over the cells of each kv head to position ``last``: ``[H, E']``, with sinks and cap."""
     first = 0 if window is None else last - window + 1
     per_head = q.shape[0] // len(cells)
     out = []
@@ -36,7 +34,8 @@ def attend(
         seen = [cell for cell in cells[head // per_head] if first <= cell[0] <= last]
         keys, values = torch.stack([c[1] for c in seen]), torch.stack([c[2] for c in seen])
         scores = (keys @ q[head]) / q.shape[1] ** 0.5
-        extra = scores[:0] if sinks is None else sinks[head : head + 1]
+        scores = scores if norm.cap is None else norm.cap * torch.tanh(scores / norm.cap)
+        extra = scores[:0] if norm.sinks is None else norm.sinks[head : head + 1]
         out.append(torch.cat([scores, extra]).softmax(-1)[: len(seen)] @ values)
     return torch.stack(out)
 
@@ -57,7 +56,7 @@ class _Prompt:
             for head, own in enumerate(self.cells):
                 own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
         window = self.windows[layer]
-        return torch.stack([attend(q[p], self.cells, p, window, norm.sinks) for p in range(len(q))])
+        return torch.stack([attend(q[p], self.cells, p, norm, window) for p in range(len(q))])
 
     def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
         return recurrence(inputs[None], self.states[layer])[0]
@@ -78,11 +77,11 @@ class _Token:
         spec = self.engine.decoder.kv_spec()
         cells = self.engine.cells[spec.source(layer)]
         if spec.source(layer) != layer:
-            return attend(queries(heads, norm, rope)[0], cells, self.position)[None]
+            return attend(queries(heads, norm, rope)[0], cells, self.position, norm)[None]
         q, k, v = split(heads, norm, rope, spec.slots_of(layer))
         self.engine.queries[self.layer].append(q[0])
         self.engine.store(self.layer, self.position, k[0], v[0])
-        return attend(q[0], cells, self.position, sinks=norm.sinks)[None]
+        return attend(q[0], cells, self.position, norm)[None]
 
 
 class ListsEngine:
@@ -160,14 +159,14 @@ class ListsEngine:
         queries = q[-rule.observation_len :].tolist()
         keys = k.transpose(0, 1).tolist()
         own_sinks = self.decoder.sinks(layer)
-        sinks = None if own_sinks is None else own_sinks.tolist()
+        sinks, cap = None if own_sinks is None else own_sinks.tolist(), self.decoder.config.score_cap
         over_row, group_max = rule.softmax_over == "row", rule.group_reduce == "max"
-        scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max, sinks)
+        scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max, sinks, cap)
         recent = queries if self.reselection is None else queries[-self.reselection.num_queries :]
-        remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max, sinks)
+        remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max, sinks, cap)
         latest = total = [row_by_lists.normalised(own) for own in scores]
         for _ in range(rule.num_hops):
-            latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len, sinks)
+            latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len, sinks, cap)
             total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
         for head in heads:
             if prompt_len <= self.budgets[layer][head].capacity:
@@ -227,7 +226,7 @@ class ListsEngine:
             ordered = [cell[1].tolist() for cell in [*stay, *old, *new]]
             (fresh,) = row_by_lists.votes(
                 queries, [ordered], len(stay), len(stay) + len(old), rule.softmax_over == "row",
-                rule.group_reduce == "max", sinks,
+                rule.group_reduce == "max", sinks, self.decoder.config.score_cap,
             )  # fmt: skip
             before = self.votes[layer][head]
             total = [

@@ -116,6 +116,7 @@ class FullAttention:
         group = q.shape[1] // k.shape[1]
         k, v = k.float().repeat_interleave(group, dim=1), v.float().repeat_interleave(group, dim=1)
         scores = torch.einsum("the,she->hts", q.float(), k) / q.shape[-1] ** 0.5
+        scores = scores if norm.cap is None else norm.cap * torch.tanh(scores / norm.cap)
         offset = k.shape[0] - q.shape[0]
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
         cache = self.spec.slots_of(layer)

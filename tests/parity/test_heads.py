@@ -68,7 +68,7 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama-llama3", "llama-mha", "mixtral", "gpt-oss-full"])
+@pytest.fixture(scope="module", params=["qwen3", "llama-llama3", "llama-mha", "mixtral", "gpt-oss-full", "gemma2-full"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model(request.param), tmp_path_factory.mktemp(request.param))
 

@@ -190,7 +190,7 @@ class Packed:
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, cap: float | None = None,
     ) -> Tensor:  # fmt: skip
         self.lens.append(lens)
         queries, keys = pairwise(lens.queries.tolist()), pairwise(lens.keys.tolist())
@@ -198,7 +198,8 @@ class Packed:
         parts = []
         for (a, b), (c, d) in zip(queries, keys, strict=True):
             assert b - a <= lens.max_queries and d - c <= lens.max_keys
-            parts.append(reference.prefill_attention(q[a:b], k[:, c:d], v[:, c:d], window=window, sinks=sinks))
+            own = q[a:b], k[:, c:d], v[:, c:d]
+            parts.append(reference.prefill_attention(*own, window=window, sinks=sinks, cap=cap))
         return torch.cat(parts)
 
 

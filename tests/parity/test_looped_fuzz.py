@@ -42,7 +42,7 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Cohere2", "Gemma3", "Olmo3")  # in some layers
+NEED_WINDOWS = ("Cohere2", "Gemma2", "Gemma3", "Olmo3")  # in some layers
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -109,6 +109,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         }  # fmt: skip
     elif architecture.startswith(NEED_WINDOWS):
         found["sliding_window"] = 5000
+    if architecture.startswith("Gemma2"):
+        caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
+        found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
     if architecture.startswith("Gemma4"):
         found |= draw_gemma4(random, size, heads)
     if family.other_layer_types:

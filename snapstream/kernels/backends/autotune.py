@@ -134,15 +134,16 @@ def winner(times: dict[str, float]) -> str:
 def seconds(version: Version, case: Case) -> float:
     """Time of a call, with its share of the cost of new lengths; the best of a few lengths."""
     q, k, v = random_chunk(case, _QUERIES, _KEYS[0], num_kv_heads=4)
+    attend = _attend_of(version, case)
 
     def timed(num_keys: int) -> float:
         torch.cuda.synchronize(case.device)
         began = perf_counter()
-        version.attend(q, k[:, :num_keys], v[:, :num_keys])
+        attend(q, k[:, :num_keys], v[:, :num_keys])
         torch.cuda.synchronize(case.device)
         return perf_counter() - began
 
-    version.attend(q, k[:, :-1], v[:, :-1])  # loads, compiles
+    attend(q, k[:, :-1], v[:, :-1])  # loads, compiles
     costs = []
     for num_keys in _KEYS:
         first, again = timed(num_keys), timed(num_keys)
@@ -153,13 +154,19 @@ def seconds(version: Version, case: Case) -> float:
 def seconds_on_a_cpu(version: Version, case: Case) -> float:
     """Time of a short chunk behind other tokens: the best of a few, least disturbed by other programs."""
     q, k, v = random_chunk(case, 64, 512)
-    version.attend(q, k, v)  # loads, starts threads
+    attend = _attend_of(version, case)
+    attend(q, k, v)  # loads, starts threads
     times = []
     for _ in range(_TURNS):
         began = perf_counter()
-        version.attend(q, k, v)
+        attend(q, k, v)
         times.append(perf_counter() - began)
     return min(times)
+
+
+def _attend_of(version: Version, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The kernel as such a model calls it."""
+    return version.attend if case.cap is None else partial(version.attend, cap=case.cap)
 
 
 def describe(times: dict[str, float]) -> str:
@@ -249,9 +256,9 @@ def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
 
 
 @lru_cache(maxsize=16)
-def automatic(device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> PrefillAttention:
-    """``choose("auto", ...)``, remembered: for callers without an engine."""
-    return choose("auto", Case.of(device, dtype, head_dim, group_size))
+def automatic(case: Case) -> PrefillAttention:
+    """``choose("auto", case)``, remembered: for callers without an engine."""
+    return choose("auto", case)
 
 
 def _made(version: Version, packed: Version | None, why: str) -> PrefillAttention:
@@ -285,7 +292,7 @@ def _trial(attend: Attend, case: Case) -> str:
     q, k, v = random_chunk(case, 40, 200)
     problem = ""
     for window in {None, case.window and min(case.window, 50)}:
-        extra: dict[str, Any] = {"window": window, **_sinks(case, q)}
+        extra: dict[str, Any] = {"window": window, **_softmax(case, q)}
         expected = reference.prefill_attention(q, k, v, **extra)
         problem = problem or _compare(partial(attend, q, k, v, **extra), expected)
     return problem
@@ -297,7 +304,7 @@ def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     ends = torch.tensor([[0, 8, 48], [0, 24, 64]], dtype=torch.int32, device=q.device)
     lens, problem = PackedLens(ends[0], ends[1], 40, 40), ""
     for window in {None, case.window and min(case.window, 20)}:
-        extra: dict[str, Any] = {"window": window, **_sinks(case, q)}
+        extra: dict[str, Any] = {"window": window, **_softmax(case, q)}
         expected = torch.cat([
             reference.prefill_attention(q[:8], k[:, :24], v[:, :24], **extra),
             reference.prefill_attention(q[8:], k[:, 24:], v[:, 24:], **extra),
@@ -306,9 +313,10 @@ def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
     return problem
 
 
-def _sinks(case: Case, q: Tensor) -> dict[str, Tensor]:
-    """``sinks [H]`` for the heads of ``q [T, H, E]``, if the model has any."""
-    return {"sinks": torch.linspace(-2.0, 3.0, q.shape[1], device=q.device)} if case.has_sinks else {}
+def _softmax(case: Case, q: Tensor) -> dict[str, Any]:
+    """What a model's softmax has of its own: ``sinks [H]`` for the heads of ``q [T, H, E]``, and a cap of scores."""
+    own = {"sinks": torch.linspace(-2.0, 3.0, q.shape[1], device=q.device)} if case.has_sinks else {}
+    return own if case.cap is None else {**own, "cap": min(case.cap, 2.0)}  # low enough that random scores reach it
 
 
 def _compare(run: Callable[[], Tensor], expected: Tensor) -> str:

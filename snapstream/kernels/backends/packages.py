@@ -20,7 +20,7 @@ from snapstream.kernels.pytorch import share_sinks
 
 # Prefill. All align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads and
 # strided K and V, so that a range of the staging buffers is passed without a copy. Models with learned attention sinks
-# are refused before (``prefill.Case``), but for PyTorch's kernel.
+# are refused before (``prefill.Case``), but for PyTorch's kernel; those with a cap of scores, for PyTorch's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,38 +33,48 @@ class PackedLens:
     max_keys: int
 
 
-def flash_attn(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def flash_attn(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """``flash_attn`` (FlashAttention-2, 2.1 or newer): ``q [1, T, H, E]``, ``k, v [1, N, G, E]``."""
-    return _flash_single("flash_attn", q, k, v, window)
+    return _flash_single("flash_attn", q, k, v, window, cap)
 
 
 def flash_attn_packed(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
-    return _flash_packed("flash_attn", q, k, v, lens, window)
+    return _flash_packed("flash_attn", q, k, v, lens, window, cap)
 
 
-def flash_attn_3(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def flash_attn_3(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """``flash_attn_interface`` (FlashAttention-3, for Hopper); layouts as FlashAttention-2."""
-    return _flash_single("flash_attn_interface", q, k, v, window)
+    return _flash_single("flash_attn_interface", q, k, v, window, cap)
 
 
 def flash_attn_3_packed(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """The same for packed prompts."""
-    return _flash_packed("flash_attn_interface", q, k, v, lens, window)
+    return _flash_packed("flash_attn_interface", q, k, v, lens, window, cap)
 
 
-def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None) -> Tensor:
     found = import_module(package).flash_attn_func(
-        q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], causal=True, **_window_size(window)
+        q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], causal=True, **_options(window, cap)
     )
     return _output(found)[0]
 
 
-def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, window: int | None) -> Tensor:
+def _flash_packed(
+    package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, window: int | None, cap: float | None
+) -> Tensor:
     found = import_module(package).flash_attn_varlen_func(
         q,
         k.transpose(0, 1),
@@ -74,14 +84,15 @@ def _flash_packed(package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLen
         max_seqlen_q=lens.max_queries,
         max_seqlen_k=lens.max_keys,
         causal=True,
-        **_window_size(window),
+        **_options(window, cap),
     )
     return _output(found)
 
 
-def _window_size(window: int | None) -> dict[str, tuple[int, int]]:
-    """For flash-attn, 2.3 or newer: how many keys are seen before a query's own, and after it."""
-    return {} if window is None else {"window_size": (window - 1, 0)}
+def _options(window: int | None, cap: float | None) -> dict[str, Any]:
+    """For flash-attn: how many keys are seen before a query's own, and after it (since 2.3); a cap of scores (2.6)."""
+    options: dict[str, Any] = {} if window is None else {"window_size": (window - 1, 0)}
+    return options if cap is None else {**options, "softcap": cap}
 
 
 def _output(found: Any) -> Tensor:
@@ -90,23 +101,29 @@ def _output(found: Any) -> Tensor:
     return out
 
 
-def flashinfer(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+def flashinfer(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """FlashInfer's kernel for one prompt; K and V are given heads first, as they lie in the pool."""
     out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(
-        q, k, v, causal=True, kv_layout="HND", window_left=-1 if window is None else window - 1
+        q, k, v, causal=True, kv_layout="HND", window_left=-1 if window is None else window - 1, logits_soft_cap=cap
     )
     return out
 
 
 def torch_varlen(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """PyTorch's flash kernel for packed prompts; a window of (-1, 0) is causal.
 
     Since 2.12 grouped heads must be announced; before, the kernel takes them as they come.
     """
     module = import_module("torch.nn.attention.varlen")
     call = module.varlen_attn
+    if cap is not None:
+        raise ValueError("varlen_attn of PyTorch has no cap of scores")
     options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[0]} if "enable_gqa" in _parameters(call) else {}
     if sinks is not None:
         options["return_aux"] = module.AuxRequest(lse=True)

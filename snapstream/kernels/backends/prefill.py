@@ -1,10 +1,10 @@
 """The kernels that can attend a prefill chunk, each with its requirements. Two calls, the same for all:
 
-* ``attend(q [T, H, E], k [G, N, E], v [G, N, E], window=None, sinks=None) -> [T, H, E]``:
+* ``attend(q [T, H, E], k [G, N, E], v [G, N, E], window=None, sinks=None, cap=None) -> [T, H, E]``:
   ``reference.prefill_attention``, for one prompt;
-* ``attend_packed(q, k, v, lens, window=None, sinks=None) -> [T, H, E]``: the same for several prompts that lie one
-  after the other, without padding. Only kernels that take a length per prompt have it; the others are called once per
-  prompt.
+* ``attend_packed(q, k, v, lens, window=None, sinks=None, cap=None) -> [T, H, E]``: the same for several prompts that
+  lie one after the other, without padding. Only kernels that take a length per prompt have it; the others are called
+  once per prompt.
 
 K and V are ranges of the staging buffers: views, contiguous in E only. ``autotune.py`` chooses.
 """
@@ -35,14 +35,15 @@ HALF = (torch.bfloat16, torch.float16)
 
 class Attend(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, /, *, window: int | None = None, sinks: Tensor | None = None
-    ) -> Tensor: ...
+        self, q: Tensor, k: Tensor, v: Tensor, /, *, window: int | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 class AttendPacked(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, /, *, window: int | None = None,
-        sinks: Tensor | None = None,
+        sinks: Tensor | None = None, cap: float | None = None,
     ) -> Tensor: ...  # fmt: skip
 
 
@@ -57,6 +58,7 @@ class Case:
     capability: tuple[int, int] | None = None  # of an NVIDIA GPU
     window: int | None = None  # of the layers that have a sliding window
     has_sinks: bool = False  # learned attention sinks
+    cap: float | None = None  # of attention scores
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, head_dim: int, group_size: int) -> Case:
@@ -71,7 +73,7 @@ class Case:
             return cls.of(device, dtype, model.latent.expanded_dim, 1)
         own = cls.of(device, dtype, model.widest_head, model.group_size)
         window = min(filter(None, model.layer_windows), default=None)
-        return replace(own, window=window, has_sinks=model.has_sinks)
+        return replace(own, window=window, has_sinks=model.has_sinks, cap=model.score_cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +138,11 @@ def _on_cpu_in_bf16(case: Case) -> str:
 
 
 def _packed_in_fp32(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True))
-    return prompt.attend_f32(library.load(), q, k, v, ends, window=window, sinks=sinks)
+    return prompt.attend_f32(library.load(), q, k, v, ends, window=window, sinks=sinks, cap=cap)
 
 
 VERSIONS: dict[str, Version] = {

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snapstream.kernels.formats import encoding_of, spread
-from snapstream.kernels.pytorch import share_sinks, sink_softmax, window_attention
+from snapstream.kernels.pytorch import capped_, capped_attention, share_sinks, sink_softmax, window_attention
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
@@ -26,11 +26,14 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
     num_queries, num_heads, head_dim = q.shape
     num_kv_heads, num_keys, _ = k.shape
+    if cap is not None:
+        return capped_attention(q, k, v, cap, window, sinks)
     if window is not None and window < num_keys:
         return window_attention(q, k, v, window, sinks)
     group = num_heads // num_kv_heads
@@ -51,7 +54,9 @@ def prefill_attention(
     return merged.transpose(0, 1)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """See ``reference.decode_attention``: ``q [B, H, E]`` -> ``[B, H, E']``."""
     batch, num_heads, head_dim = q.shape
     all_sinks = None if sinks is None else sinks.expand(batch, -1)  # [B, H]
@@ -69,33 +74,34 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor,
             for scale in scales
         ]
         own_sinks = None if all_sinks is None else all_sinks[own]
-        part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks)
+        part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks, cap)
         if visible is not None and not math.isfinite(part.sum(dtype=torch.float32).item()):
             _silence(keys, visible)  # too: a mask that is added to a NaN leaves it
             _silence(values, visible)
             for scale in own_scales:
                 if scale is not None and scale.dim() == 3:
                     _silence(scale, visible)
-            part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks)
+            part = _attend_stored(grouped[own], keys, values, visible, own_scales, own_sinks, cap)
         parts.append(part)
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out.reshape(batch, num_heads, -1)
 
 
 def _attend_stored(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Sequence[Tensor | None], sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scales: Sequence[Tensor | None], sinks: Tensor | None,
+    cap: float | None,
+) -> Tensor:  # fmt: skip
     """``_attend`` over rows as they are stored; the scales of a whole head are left to ``q`` and the result."""
     encodings, (k_scale, v_scale) = (encoding_of(k), encoding_of(v)), scales
     if k_scale is None and v_scale is None and all(own.format.group == 1 for own in encodings):
-        dtype = q.dtype if sinks is None else torch.float32
-        return _attend(q.to(dtype), k.to(dtype), v.to(dtype), visible, sinks).to(q.dtype)
+        dtype = q.dtype if sinks is None and cap is None else torch.float32
+        return _attend(q.to(dtype), k.to(dtype), v.to(dtype), visible, sinks, cap).to(q.dtype)
     if k_scale is not None and v_scale is not None and encodings[0].format.scales == "head":
         k_scale, v_scale = spread(k_scale, k), spread(v_scale, v)
-        return (_attend(q.float() * k_scale, k.float(), v.float(), visible, sinks) * v_scale).to(q.dtype)
+        return (_attend(q.float() * k_scale, k.float(), v.float(), visible, sinks, cap) * v_scale).to(q.dtype)
     # A few rotations of q and of the result instead of one per slot.
     keys, values = (own.rotated(x, scale) for own, x, scale in zip(encodings, (k, v), scales, strict=True))
-    out = _attend(encodings[0].rotate(q.float()), keys, values, visible, sinks)
+    out = _attend(encodings[0].rotate(q.float()), keys, values, visible, sinks, cap)
     return encodings[1].rotate(out).to(q.dtype)
 
 
@@ -131,9 +137,9 @@ def runs(rows: list[int], lengths: list[int]) -> Iterator[Run]:
         start = stop
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None, cap: float | None) -> Tensor:
     """Softmax attention of ``q [b, G, r, E]`` over ``k [b, G, n, E], v [b, G, n, E']``, ``visible [b]`` slots each,
-    with ``sinks [b, H]`` only in fp32.
+    with ``sinks [b, H]`` and ``cap`` only in fp32.
     """
     batch, num_kv_heads, group, head_dim = q.shape
     unseen = None
@@ -147,6 +153,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tens
         logits = torch.bmm(scaled, keys.transpose(1, 2))  # [b*G, r, n]
     else:  # wide heads: the keys are read faster as the left operand
         logits = torch.bmm(keys, scaled.transpose(1, 2)).transpose(1, 2)
+    logits = capped_(logits, cap)
     if unseen is not None:
         logits = logits.view(batch, num_kv_heads, group, -1).masked_fill(unseen, float("-inf")).flatten(0, 1)
     own_sinks = None if sinks is None else sinks.reshape(batch * num_kv_heads, group, 1)

@@ -27,12 +27,13 @@ def decode_split_kernel(
     stride_v_row, stride_v_head, stride_v_slot,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    IS_FP8: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one row; writes the normalised partial result and its log-sum-exp (base 2).
 
     With a single split ``out`` is the result ``[B, H, E]``; else fp32 partials ``[B, H, splits, E]``. FP8 widens to the
     dtype of q, which holds it exactly; its scales, one per row and kv head, are left to the logits and to the end.
+    ``CAP_LOG2`` is the cap of scores times ``LOG2_E``, or 0; with one ``scale_log2`` is times ``2 / cap``.
     """
     split, kv_head, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + entry).to(tl.int32)
@@ -64,6 +65,8 @@ def decode_split_kernel(
         mask = is_seen[:, None] & is_dim[None, :]
         k = tl.load(k_row + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
         logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2  # [GROUP_PAD, BLOCK]
+        if CAP_LOG2 != 0.0:  # tanh(x) = 1 - 2 / (1 + e^2x)
+            logits = (1.0 - 2.0 / (1.0 + tl.exp2(logits))) * CAP_LOG2
         logits = tl.where(is_seen[None, :], logits, float("-inf"))
         new_best = tl.maximum(best, tl.max(logits, 1))  # finite: every tile has a visible slot
         shrink = tl.exp2(best - new_best)
@@ -119,37 +122,39 @@ def attend_rows(
     q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
     if keep is not None:
         keep(q)
-    return decode_attention(q, cache, places.rows, places.lengths)
+    return decode_attention(q, cache, places.rows, places.lengths, norm.cap)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, cap: float | None = None) -> Tensor:
     """See ``reference.decode_attention``, through the operator."""
     cache.refuse_latents("decode attention in Triton")
     return decode_operator(
-        q, cache.keys, cache.values, cache.layer, rows, lengths, cache.key_scales, cache.value_scales
+        q, cache.keys, cache.values, cache.layer, rows, lengths, cache.key_scales, cache.value_scales, cap
     )
 
 
 @custom_op("snapstream::decode_attention", mutates_args=())
 def decode_operator(
     q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """``launch_decode_attention`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
-    return launch_decode_attention(q, LayerRows(keys, values, layer, key_scales, value_scales), rows, lengths)
+    own = LayerRows(keys, values, layer, key_scales, value_scales)
+    return launch_decode_attention(q, own, rows, lengths, cap=cap)
 
 
 @decode_operator.register_fake
 def _(
     q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 
 
 def launch_decode_attention(
-    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None
-) -> Tensor:
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     """See ``reference.decode_attention``: ``q [B, H, E]``, ``rows, lengths [B]`` -> ``[B, H, E]``.
 
     Any strides, as long as the head dimension is contiguous; scales contiguous, for rows in FP8. Every length must be
@@ -173,11 +178,11 @@ def launch_decode_attention(
         lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
     decode_split_kernel[(num_splits, num_kv_heads, batch)](
         q, k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale, rows, lengths, partial, lse,
-        head_dim**-0.5 * LOG2_E,
+        head_dim**-0.5 * LOG2_E * (1.0 if cap is None else 2.0 / cap),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
-        IS_FP8=k_scale is not None,
+        IS_FP8=k_scale is not None, CAP_LOG2=(cap or 0.0) * LOG2_E,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if num_splits > 1:

@@ -110,12 +110,14 @@ def _(
 
 def scores_of_any_size(
     queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """See ``reference.snapkv_scores``; keys wider than ``WIDEST`` (latents) are scored by plain products, sinks too."""
-    if sinks is not None:
+    """See ``reference.snapkv_scores``; keys wider than ``WIDEST`` (latents), sinks and capped scores take plain
+    products.
+    """
+    if sinks is not None or cap is not None:
         return plain_scores.snapkv_scores(
-            queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max, sinks=sinks
+            queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max, sinks=sinks, cap=cap
         )
     score = plain_scores.snapkv_scores if keys.shape[2] > WIDEST else snapkv_scores
     return score(queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max)

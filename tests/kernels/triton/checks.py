@@ -65,7 +65,7 @@ def filled_rows(
 
 def check_decode_attention(
     num_heads: int, num_kv_heads: int, head_dim: int, capacity: int, rows: Sequence[int], lengths: Sequence[int],
-    dtype: torch.dtype, device: str,
+    dtype: torch.dtype, device: str, cap: float | None = None,
 ) -> None:  # fmt: skip
     """Equal to the reference; and a row alone gives bit for bit what it gives in the batch."""
     torch.manual_seed(capacity)
@@ -74,13 +74,13 @@ def check_decode_attention(
     )
     q = torch.randn(len(rows), num_heads, head_dim, device=device).to(dtype)
     index, length = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-    got = decode_attention(q, cache, index, length)
+    got = decode_attention(q, cache, index, length, cap)
     assert got.dtype == dtype and got.is_contiguous()
     wide = one_layer(cache.k.nan_to_num().float(), cache.v.nan_to_num().float())
-    want = reference.decode_attention(q.float(), wide, index, length)
+    want = reference.decode_attention(q.float(), wide, index, length, None, cap)
     assert_near(got, want, dtype)
     for i in {0, len(rows) - 1}:
-        alone = decode_attention(q[i : i + 1], cache, index[i : i + 1], length[i : i + 1])
+        alone = decode_attention(q[i : i + 1], cache, index[i : i + 1], length[i : i + 1], cap)
         assert torch.equal(alone, got[i : i + 1])
 
 

@@ -57,6 +57,12 @@ def test_decode_attention_batches(batch: int) -> None:
     checks.check_decode_attention(2, 1, 16, 20, [*range(batch)], lengths, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("cap", [0.3, 50.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_attention_of_capped_scores(cap: float, dtype: torch.dtype) -> None:
+    checks.check_decode_attention(6, 2, 24, 300, [1, 0, 2], [300, 6, 1], dtype, "cpu", cap)
+
+
 @pytest.mark.parametrize("capacity", [20, 300])  # one split, several
 def test_decode_attention_of_a_padded_batch(capacity: int) -> None:
     """The padding row, one token long, stands in every unused entry of a batch."""

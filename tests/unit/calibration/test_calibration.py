@@ -49,10 +49,10 @@ def test_a_copy_without_a_head_is_a_row_whose_head_keeps_no_more(llm: LLM) -> No
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("name", "num_layers"), [("gpt-oss-full", 3), ("gpt-oss", 2), ("lfm2", 2), ("granite-hybrid", 2)]
+    ("name", "num_layers"), [("gpt-oss-full", 3), ("gpt-oss", 2), ("gemma2", 2), ("lfm2", 2), ("granite-hybrid", 2)]
 )
 def test_a_whole_copy_has_the_models_probabilities(name: str, num_layers: int, tmp_path: Path) -> None:
-    """Of models with learned attention sinks, which take a share of them, with windows and with recurrent states."""
+    """Of models with learned attention sinks, with a cap of scores, with windows and with recurrent states."""
     model, prompt = make_model(name), [7 + 11 * i % 180 for i in range(60)]
     with LLM(save(model, tmp_path), budget="full", max_model_len=80, executor="eager", progress=False) as llm:
         copies = Ablation(cast(ModelRunner, llm.engine.runner), prompt, 4, 16)

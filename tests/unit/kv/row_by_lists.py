@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 
 
-def votes(queries, keys, start, stop, over_row, group_max, sinks=None):
+def votes(queries, keys, start, stop, over_row, group_max, sinks=None, cap=None):
     """Scores ``[G][n]`` by explicit loops. ``queries[w][H][E]`` are the last prompt queries, ``keys[G][N][E]``."""
     num_queries, num_heads, width = len(queries), len(queries[0]), len(queries[0][0])
     num_kv_heads, num_keys = len(keys), len(keys[0])
@@ -28,6 +28,7 @@ def votes(queries, keys, start, stop, over_row, group_max, sinks=None):
                     sum(a * b for a, b in zip(queries[i][head], keys[g][j], strict=True)) / math.sqrt(width)
                     for j in seen
                 ]
+                dots = dots if cap is None else [cap * math.tanh(d / cap) for d in dots]
                 extra = [] if sinks is None else [sinks[head]]
                 top = max(dots + extra)
                 weights = [math.exp(d - top) for d in dots]
@@ -41,7 +42,7 @@ def votes(queries, keys, start, stop, over_row, group_max, sinks=None):
     return scores
 
 
-def hop(scores, queries, keys, start, num_voters, sinks=None):
+def hop(scores, queries, keys, start, num_voters, sinks=None, cap=None):
     """The next round: the candidates with most votes vote in turn, by explicit loops; ``scores[G][n]``, normalised.
 
     ``queries[N][H][E]`` and ``keys[G][N][E]`` are those of the whole prompt.
@@ -58,6 +59,7 @@ def hop(scores, queries, keys, start, num_voters, sinks=None):
                     sum(a * b for a, b in zip(query, keys[g][start + j], strict=True)) / math.sqrt(len(query))
                     for j in others
                 ]
+                dots = dots if cap is None else [cap * math.tanh(d / cap) for d in dots]
                 extra = [] if sinks is None else [sinks[head]]
                 weights = [math.exp(d - max(dots)) for d in dots]
                 whole = sum(weights) + sum(math.exp(d - max(dots)) for d in extra)

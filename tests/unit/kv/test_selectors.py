@@ -230,6 +230,27 @@ def test_scores_with_learned_sinks(over_row: bool, chunk: int, dtype: torch.dtyp
             assert torch.equal(kernels.snapkv_scores(*args, **options), snapkv_scores(*args, **options, sinks=sinks))
 
 
+@pytest.mark.parametrize("over_row", [False, True])
+@pytest.mark.parametrize("chunk", [7, 4096])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_with_a_cap(over_row: bool, chunk: int, dtype: torch.dtype) -> None:
+    """As the list-based program has them, and every chunking; kernels carry a cap, with sinks and without."""
+    torch.manual_seed(chunk)
+    queries, keys, sinks = torch.randn(9, 6, 16), torch.randn(2, 60, 16).to(dtype), 2 * torch.randn(6)
+    capped, cap = bind("cpu").with_cap(0.7), 0.7
+    for start, stop in ((0, 59), (4, 50), (30, 31), (52, 58)):
+        for own, kernels in ((None, capped), (sinks, capped.with_sinks(sinks))):
+            args, options = (queries, keys, 51, start, stop), {"over_row": over_row, "group_max": own is None}
+            want = reference.snapkv_scores(*args, **options, sinks=own, cap=cap)
+            lists = queries.tolist(), keys.tolist(), start, stop, over_row, own is None
+            listed = row_by_lists.votes(*lists, None if own is None else own.tolist(), cap)
+            torch.testing.assert_close(want, torch.tensor(listed), atol=1e-5, rtol=1e-5)
+            got = snapkv_scores(*args, **options, sinks=own, cap=cap, chunk=chunk)
+            torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+            found = snapkv_scores(*args, **options, sinks=own, cap=cap)
+            assert torch.equal(kernels.snapkv_scores(*args, **options), found)
+
+
 def test_scores_are_fp32_whatever_the_storage() -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(8, 4, 16), torch.randn(2, 100, 16)
@@ -363,6 +384,10 @@ def test_hops_with_learned_sinks(chunk: int, heads: tuple[int, int]) -> None:
         want = reference.hop_scores(*args, sinks=sinks)
         assert not torch.allclose(want, reference.hop_scores(*args)) or stop - start == 1
         torch.testing.assert_close(hop_scores(*args, sinks=sinks, chunk=chunk), want)
+        capped = reference.hop_scores(*args, sinks=sinks, cap=0.7)
+        assert not torch.allclose(want, capped) or stop - start == 1
+        torch.testing.assert_close(hop_scores(*args, sinks=sinks, cap=0.7, chunk=chunk), capped)
+        torch.testing.assert_close(bind("cpu").with_cap(0.7).hop_scores(*args, sinks=sinks), capped)
 
 
 @pytest.mark.parametrize("num_hops", [1, 3])

@@ -59,8 +59,7 @@ def read(decoder: Decoder, chunk_len: int, outputs: Outputs = "last") -> tuple[S
     buffers = StagingBuffers(decoder.kv_spec(), MODEL.hidden_size, START + sum(LENS), torch.float32, "cpu")
     for buffer in (*buffers.layer(0), buffers.hidden):
         buffer.fill_(float("nan"))
-    case = Case.of_model(torch.device("cpu"), torch.float32, decoder.config)
-    attention = automatic(case.device, case.dtype, case.head_dim, case.group_size)
+    attention = automatic(Case.of_model(torch.device("cpu"), torch.float32, decoder.config))
     one = LayerPass(decoder, buffers, tokens, chunk_len, attention, done, outputs)
     with torch.inference_mode():
         one.run()

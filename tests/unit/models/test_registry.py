@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import LatentConfig
+from snapstream.config.model import LatentConfig, LayerNorms, Multipliers
 from snapstream.exec.executors import executor_of
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
@@ -170,6 +170,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "use_grouped_topk": True, "v_head_dim": 128, "vocab_size": 163840},
         49_122_681_728,
     ),
+    **{
+        name: (
+            {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+             "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+             "max_position_embeddings": 8192, "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000,
+             **own},
+            count,
+        )
+        for name, count, own in (
+            ("gemma-2-2b-it", 2_614_341_888,
+             {"head_dim": 256, "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8,
+              "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256}),
+            ("gemma-2-9b-it", 9_241_705_984,
+             {"head_dim": 256, "hidden_size": 3584, "intermediate_size": 14336, "num_attention_heads": 16,
+              "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256}),
+            ("gemma-2-27b-it", 27_227_128_320,
+             {"head_dim": 128, "hidden_size": 4608, "intermediate_size": 36864, "num_attention_heads": 32,
+              "num_hidden_layers": 46, "num_key_value_heads": 16, "query_pre_attn_scalar": 144}),
+        )
+    },
     "gemma-3-1b-it": (
         {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
          "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
@@ -434,7 +454,7 @@ def test_the_gpu_kernel_refuses_queries_scaled_by_position() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["granite-3.3-8b-instruct", "gemma-3-1b-it", "OLMo-2-1124-7B", "c4ai-command-r7b-12-2024"]
+    "name", ["granite-3.3-8b-instruct", "gemma-2-2b-it", "gemma-3-1b-it", "OLMo-2-1124-7B", "c4ai-command-r7b-12-2024"]
 )
 def test_the_gpu_kernel_refuses_other_recipes(name: str) -> None:
     model = replace(model_config_from_dict(PUBLISHED[name][0]), windows=None, window_rope=None, head_dim=128)
@@ -455,6 +475,21 @@ def test_a_window_with_a_rope_of_its_own_stays_one() -> None:
 
 def test_the_context_of_gemma_3_is_what_its_config_says() -> None:
     assert model_config_from_dict(PUBLISHED["gemma-3-4b-it"][0]).max_position == 131_072
+
+
+def test_gemma_2_caps_scores_in_windows_of_every_second_layer() -> None:
+    model = model_config_from_dict(PUBLISHED["gemma-2-27b-it"][0])
+    assert model.layer_windows == (4096, None) * 23
+    assert (model.score_cap, model.logit_cap) == (50.0, 30.0)
+    assert model.multipliers.attention == pytest.approx(math.sqrt(128 / 144))
+    with pytest.raises(ValueError, match=r"score_cap is -1\.0; it must be over 0"):
+        replace(model, score_cap=-1.0)
+    plain = replace(model, windows=None, norms=LayerNorms(), norm_offset=0.0, multipliers=Multipliers(),
+                    activation="silu", logit_cap=None)  # fmt: skip
+    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
+    why_not = executor_of("looped", "cuda").why_not
+    assert "caps of logits or scores, which the GPU kernel lacks" in str(why_not(plain, config))
+    assert why_not(replace(plain, score_cap=None), config) is None
 
 
 def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:
@@ -712,6 +747,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "text_config has model_type 'mistral9'; only 'mistral' or 'ministral3' or 'mistral4'",
     ),
     ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": 5}, "text_config is 5; it must be an object"),
+    (
+        {
+            **PUBLISHED["gemma-2-2b-it"][0],
+            "sliding_window": None,
+            "hidden_activation": "gelu",
+            "use_bidirectional_attention": True,
+        },
+        "sliding_window is null.*only causal attention.*hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'",
+    ),
+    ({**PUBLISHED["gemma-2-2b-it"][0], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.*over 0"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": None}, "sliding_window is null"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "rope_parameters": {"full_attention": 3}}, "rope settings of each kind"),
@@ -850,7 +895,7 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-WINDOW_NAMES = ("Exaone4ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
+WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", 
                 "KimiLinearForCausalLM")  # fmt: skip

@@ -58,11 +58,13 @@ def token_scores(model, prompt, *, look_ahead, own_queries=8, width=13, ends=())
         queries, keys = rotated(model, layer, states[layer], position_ids)
         group = len(queries) // len(keys)
         sinks = getattr(model.model.layers[layer].self_attn, "sinks", None)  # learned, of gpt-oss
+        cap = getattr(model.config, "attn_logit_softcapping", None)  # of Gemma 2
         for head, own in enumerate(queries):
             for row, voter in enumerate(voters):
                 q = own[voter]
                 seen = [k for j, k in enumerate(keys[head // group][:n]) if j <= voter]
                 dots = [sum(a * b for a, b in zip(q, k, strict=True)) / math.sqrt(len(q)) for k in seen]
+                dots = dots if cap is None else [cap * math.tanh(d / cap) for d in dots]
                 extra = [] if sinks is None else [float(sinks[head])]
                 top = max(dots + extra)
                 powers = [math.exp(d - top) for d in dots]

@@ -165,7 +165,7 @@ def test_a_draft_is_read_and_decoded_by_the_looped_library(draft: Draft, monkeyp
 
 # Scores against the list-based program over transformers' layers, for two architectures with grouped heads.
 
-NAMES = ("llama-gqa-tied", "qwen3", "llama-dynamic", "gpt-oss-full")
+NAMES = ("llama-gqa-tied", "qwen3", "llama-dynamic", "gpt-oss-full", "gemma2-full")
 
 
 @pytest.fixture(scope="module", params=["eager", "looped"])
@@ -188,7 +188,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [rng.randrange(3, VOCAB) for _ in range(length)]
 
 
-@pytest.mark.parametrize("name", [*NAMES[:2], "gpt-oss-full"])
+@pytest.mark.parametrize("name", [*NAMES[:2], "gpt-oss-full", "gemma2-full"])
 @pytest.mark.parametrize("look_ahead", [0, 1, 8])
 @pytest.mark.parametrize("length", [5, 70])
 def test_scores_are_the_published_ones(drafts: Any, name: str, look_ahead: int, length: int) -> None:

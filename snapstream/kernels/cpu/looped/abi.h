@@ -125,6 +125,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;
     float logit_cap;  // c of c tanh(logits / c); 0: none
+    float score_cap;  // the same of products of queries and keys, before the softmax
     Mixture mixture;
     Latent latent;
     Recurrent recurrent;
@@ -193,7 +194,7 @@ struct Prompt {
     int64_t queries, heads, kv_heads, keys, size, value_size;
     int64_t q_token, q_head, k_head, k_token, v_head, v_token;
     int64_t window;  // 0: none
-    float scale;
+    float scale, cap;    // scores are cap * tanh(scale * product / cap); cap 0: scale * product
     const float* sinks;  // [H]: a logit of each softmax that no value belongs to, or null
 };
 

@@ -132,7 +132,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
         const int64_t line = (first + i) * group;
         return Part{w.engine.part_peaks + line, w.engine.part_totals + line, w.engine.part_mixed + line * size};
     };
-    attend_part_of(stored)(q, stored, begin, end, group, found(part), rest);
+    attend_part_of(stored)(q, stored, begin, end, group, w.model.score_cap, found(part), rest);
     const int64_t count = seen.parts();
     std::atomic<int>& done = w.engine.parts_left[b * w.model.kv_heads + kv_head];
     if (count > 1 && done.fetch_add(1, std::memory_order_acq_rel) + 1 < count) return;

@@ -37,18 +37,18 @@ Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys e
 
 def prefill_attention_f32(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32.
 
     Bitwise equal however the prompt is cut into chunks, and on any number of threads.
     """
-    return attend_f32(load(), q, k, v, [(q.shape[0], k.shape[1])], window=window, sinks=sinks)
+    return attend_f32(load(), q, k, v, [(q.shape[0], k.shape[1])], window=window, sinks=sinks, cap=cap)
 
 
 def attend_f32(
     library: Library, q: Tensor, k: Tensor, v: Tensor, ends: Ends, *, window: int | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The same for prompts that lie one after the other."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -57,7 +57,7 @@ def attend_f32(
     query = key = 0  # first ones of a prompt
     for index, (query_end, key_end) in enumerate(ends):
         own = q[query:query_end], k[:, key:key_end], v[:, key:key_end], out[query:query_end]
-        prompts[index] = _prompt(*own, window, sinks)
+        prompts[index] = _prompt(*own, window, sinks, cap)
         query, key = query_end, key_end
     library.attend_prompts_f32(prompts, len(ends), torch.get_num_threads())
     return out
@@ -65,46 +65,48 @@ def attend_f32(
 
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32.
 
     Queries, keys, values and probabilities are rounded to bf16, sums are fp32. Bitwise equal however the prompt is cut
     into chunks. Only for processors that multiply bf16.
     """
-    return attend(load(), q, k, v, (0, q.shape[0]), (0, k.shape[1]), window=window, sinks=sinks)
+    return attend(load(), q, k, v, (0, q.shape[0]), (0, k.shape[1]), window=window, sinks=sinks, cap=cap)
 
 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None,
-    sinks: Tensor | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """The same for prompts that lie one after the other, whose queries and keys end where ``lens`` says."""
-    return attend(load(), q, k, v, lens.queries.tolist(), lens.keys.tolist(), window=window, sinks=sinks)
+    return attend(load(), q, k, v, lens.queries.tolist(), lens.keys.tolist(), window=window, sinks=sinks, cap=cap)
 
 
 def attend(
     library: Library, q: Tensor, k: Tensor, v: Tensor, query_ends: Sequence[int], key_ends: Sequence[int], *,
-    window: int | None = None, sinks: Tensor | None = None,
+    window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """``prefill_attention`` of prompts; the first begins at the first end."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(*q.shape[:2], v.shape[2])
     ends = [(c_int32 * len(part))(*part) for part in (query_ends, key_ends)]
     library.attend_prompts(
-        byref(_prompt(q, k, v, out, window, sinks)), *ends, len(query_ends) - 1, torch.get_num_threads()
+        byref(_prompt(q, k, v, out, window, sinks, cap)), *ends, len(query_ends) - 1, torch.get_num_threads()
     )
     return out
 
 
-def _prompt(q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int | None, sinks: Tensor | None) -> Prompt:
+def _prompt(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int | None, sinks: Tensor | None, cap: float | None
+) -> Prompt:
     (num_queries, num_heads, size), (num_kv_heads, num_keys, value_size) = q.shape, v.shape
     return Prompt(
         q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), queries=num_queries, heads=num_heads,
         kv_heads=num_kv_heads, keys=num_keys, size=size, value_size=value_size, q_token=q.stride(0),
         q_head=q.stride(1), k_head=k.stride(0), k_token=k.stride(1), v_head=v.stride(0), v_token=v.stride(1),
         window=min(window or 0, num_keys), scale=size**-0.5,
-        sinks=address(sinks),
+        sinks=address(sinks), cap=cap or 0.0,
     )  # fmt: skip
 
 

@@ -147,16 +147,21 @@ class Task {
         const auto place = [&](int64_t at) { return scores_ + (at / PANEL * T + t) * PANEL + at % PANEL; };
         for (int64_t at = std::clamp<int64_t>(seen, 0, count); at < panels * PANEL; ++at) *place(at) = none;
         for (int64_t at = 0; at < hidden; ++at) *place(at) = none;
+        const float scale = p_.cap == 0.0f ? p_.scale : p_.cap;  // with a cap scores are tanh(scale * product / cap)
+        for (int64_t at = 0; p_.cap != 0.0f && at < even(count); at += W) {
+            const vec own = load(place(at));
+            store(place(at), own == all(none) ? own : hyperbolic_tangent(own * (p_.scale / p_.cap)));
+        }
         vec largest = all(none);
         for (int64_t at = 0; at < even(count); at += W) {
             const vec own = load(place(at));
             largest = own > largest ? own : largest;
         }
-        const float before = some.peak[t], found = max_of(largest) * p_.scale, peak = found > before ? found : before;
+        const float before = some.peak[t], found = max_of(largest) * scale, peak = found > before ? found : before;
         const vec shift = all(peak == none ? 0.0f : peak);
         vec sum = {};
         for (int64_t at = 0; at < even(count); at += W) {
-            const vec share = share_of(load(place(at)) * p_.scale - shift);
+            const vec share = share_of(load(place(at)) * scale - shift);
             const half_bits pairs = narrow(share);
             std::memcpy(shares_ + t * SHARES + at / 2, &pairs, sizeof pairs);
             sum += share;

@@ -248,6 +248,16 @@ class Worker {
         return {p_->v + task_->kv_head * p_->v_head + first * p_->v_token, p_->v_token, count, p_->value_size};
     }
 
+    // Products to tanh(scale * product / cap), which times the cap are the scores; what is hidden stays so.
+    template <int V>
+    void cap(int64_t count) {
+        const float scale = p_->scale / p_->cap;
+        for (float* at = scores_; at < scores_ + count * V * W; at += W) {
+            const vec own = load(at);
+            store(at, own == all(NONE) ? own : hyperbolic_tangent(own * scale));
+        }
+    }
+
     // Scores to shares of the lane's largest score; `factors` correct what was found before to that.
     template <int V>
     void soften(const Pack& pack, int64_t first, int64_t count, float* factors) {
@@ -267,9 +277,10 @@ class Worker {
         };
         hide(0, early);
         hide(whole, count);
+        if (p_->cap != 0.0f) cap<V>(count);
         for (int64_t key = 0; key < count; ++key)
             UNROLL for (int v = 0; v < V; ++v) most[v] = larger(load(score(key, v)), most[v]);
-        const vec scale = all(p_->scale * LOG2_E);
+        const vec scale = all((p_->cap == 0.0f ? p_->scale : p_->cap) * LOG2_E);
         UNROLL for (int v = 0; v < V; ++v) {
             // Peaks are kept times the scale: of one that stays, the factor is 1 to the bit.
             const vec before = load(pack.peaks + v * W), peak = larger(most[v] * scale, before);

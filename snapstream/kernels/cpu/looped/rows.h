@@ -394,6 +394,18 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
     }
 }
 
+// Scores [n] of a head, -infinity up to a multiple of W, to cap * tanh(score / cap); returns the largest.
+inline float cap_scores(float* scores, int64_t n, float cap) {
+    vec most = all(-std::numeric_limits<float>::infinity());
+    const vec lowest = all(std::numeric_limits<float>::lowest());
+    for (int64_t j = 0; j < n; j += W) {
+        const vec given = load(scores + j), own = given < lowest ? given : cap * hyperbolic_tangent(given / cap);
+        store(scores + j, own);
+        most = own > most ? own : most;
+    }
+    return max_of(most);
+}
+
 // Scores [n] of a head to shares of the largest of them; then, if slots have scales, times those of the values.
 inline void soften(float* scores, int64_t n, const float* scales, float peak, float& total) {
     vec sum = {};
@@ -461,11 +473,11 @@ INLINE void for_heads(int64_t group, Use use) {
     }
 }
 
-// Slots [begin, end) of one kv head for its `group` query heads q [group, E], which are scaled already. scratch:
-// attend_scratch.
+// Slots [begin, end) of one kv head for its `group` query heads q [group, E], which are scaled already; scores are
+// capped unless `cap` is 0. scratch: attend_scratch.
 template <class Keys, class Values>
-void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, const Part& part,
-                 float* scratch) {
+void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, float cap,
+                 const Part& part, float* scratch) {
     const int64_t size = stored.head_dim, key = Keys::bytes(size), value = Values::bytes(size), n = end - begin;
     const auto block_of = [](int64_t token) { return std::max<int64_t>(W, BLOCK_BYTES / token / W * W); };
     const int64_t key_block = block_of(key), value_block = block_of(value);
@@ -479,7 +491,7 @@ void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_
                            std::min(key_block, n - first), size, scores + head * SCORE_LINE + first, most + head * W);
         });
     for (int64_t r = 0; r < group; ++r) {
-        part.peak[r] = max_of(load(most + r * W));
+        part.peak[r] = cap == 0.0f ? max_of(load(most + r * W)) : cap_scores(scores + r * SCORE_LINE, n, cap);
         soften(scores + r * SCORE_LINE, n, scales(stored.value_scales, 0), part.peak[r], part.total[r]);
     }
     std::fill(part.mixed, part.mixed + group * size, 0.0f);
@@ -490,7 +502,7 @@ void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_
         });
 }
 
-using AttendPart = void (*)(const float*, const StoredHead&, int64_t, int64_t, int64_t, const Part&, float*);
+using AttendPart = void (*)(const float*, const StoredHead&, int64_t, int64_t, int64_t, float, const Part&, float*);
 
 inline AttendPart attend_part_of(const StoredHead& stored) {
     if (stored.key_form.format == I8 && stored.value_form.format == I4) return attend_part<RowI8, RowI4>;

@@ -165,6 +165,18 @@ INLINE vec exponential(vec x) {
     return x < low ? vec{} : out;
 }
 
+// tanh x within four units of the last place (the polynomial is Cephes'); NaN of NaN.
+INLINE vec hyperbolic_tangent(vec x) {
+    const vec square = x * x, size = x < vec{} ? -x : x;
+    vec p = all(-5.70498872745e-3f);
+    p = p * square + 2.06390887954e-2f;
+    p = p * square - 5.37397155531e-2f;
+    p = p * square + 1.33314422036e-1f;
+    p = p * square - 3.33332819422e-1f;
+    const vec near = p * square * x + x, far = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
+    return size < all(0.625f) ? near : (x < vec{} ? -far : far);
+}
+
 // The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
 // gate at most `limit`, up within +-limit. GELU is gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
 // sigmoid(2 z). RELU2 takes up for both: relu(up)^2.

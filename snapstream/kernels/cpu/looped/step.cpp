@@ -100,12 +100,8 @@ Likeliest likeliest_here(Work& w, int64_t b) {  // of this rank
 void cap_logits(float cap, float* own, int64_t count) {  // NaN stays NaN
     for (int64_t i = 0; i < count; i += W) {
         const int64_t some = std::min<int64_t>(W, count - i);
-        const vec x = load_some(own + i, some), e = exponential(x * (-2.0f / cap));
-        const vec capped = cap * ((1.0f - e) / (1.0f + e));
-        float lanes[W];
-        store(lanes, capped);
-        for (int64_t j = 0; j < some; ++j)
-            if (own[i + j] == own[i + j]) own[i + j] = lanes[j];
+        const vec capped = cap * hyperbolic_tangent(load_some(own + i, some) / cap);
+        std::memcpy(own + i, &capped, some * 4);
     }
 }
 
