@@ -13,7 +13,7 @@
 - ``by_head``: the default, but a model of latents keeps keys and values per head (``by_head.py``), and each head its
   own tokens: what agreeing costs.
 - ``heads``: the same slots in all, divided among the kv heads by the checkpoint's profile, and the selector ``diverse``
-  (``--heads auto --selector diverse``).
+  (``--heads auto``).
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
 
 For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:

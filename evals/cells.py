@@ -223,7 +223,9 @@ def run_group(cells: Sequence[Cell], answers_file: Path | None = None) -> None:
     for index, cell in enumerate(cells):
         own = [ids[index][len(item.forced_ids) :] for item, ids in zip(items, answers, strict=True)]
         capacity = cell.arm.budget.capacity
-        kept = partial(layout.num_visible, capacity=capacity) if heads is None else heads.mean_visible
+        kept = partial(layout.num_visible, capacity=capacity)
+        if heads is not None:
+            kept = heads.of(cell.arm.budget, cell.prompt_len).mean_visible
         evicted = [len(prompt) - kept(len(prompt)) for prompt in prompts]
         counters = {
             "mean_prompt_tokens": sum(map(len, prompts)) / len(prompts),

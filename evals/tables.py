@@ -161,7 +161,7 @@ def bytes_of(line: dict[str, list[Result]]) -> str:
 
 
 # The lines of README.md: whose engine, arm, part of the prompt's tokens that the slots are (0: all), rows, name.
-_HEADS = "SnapStream, `--heads auto --selector diverse`"
+_HEADS = "SnapStream, `--heads auto`"
 HEADLINE = (
     ("snapstream", "full", 0, "auto", "full attention"),
     ("snapstream", "snapstream", 4, "auto", "SnapStream, defaults"),

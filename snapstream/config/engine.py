@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 from snapstream.config.kv import (
     DEFAULT_SELECTOR,
+    HEADS_SELECTOR,
     SELECTORS,
     HeadProfile,
     HeadSlots,
@@ -370,14 +371,16 @@ class EngineConfig(Settings):
         if self.reselection is not None:
             self.reselection.check_budget(budget)
         check(
-            self.heads is None or budget == self.budget,
-            f"a budget of {budget.capacity} slots; with per-head budgets (heads) every request of this engine has its "
-            f"{self.budget.capacity}",
-        )
-        check(
             budget.capacity <= self.budget.capacity,
             f"a budget of {budget.capacity} slots is larger than a row of this engine ({self.budget.capacity})",
         )
+        if self.heads is not None:  # no head may have more slots than the longest of the engine's
+            most = self.budget.num_topk
+            check(
+                budget.num_topk <= most and budget.num_window == 0,
+                f"a budget with num_topk {budget.num_topk} and num_window {budget.num_window}; with the per-head "
+                f"budgets of this engine they are at most {most} and 0",
+            )
 
     @property
     def row_budget(self) -> KVBudget:
@@ -416,8 +419,12 @@ class EngineOptions(Settings):
         metavar="N|full",
         parse=_count_or("full"),
     )
-    selector: str | Selector = setting(
-        DEFAULT_SELECTOR, "Method that chooses what a row keeps.", metavar="|".join(SELECTORS.names)
+    selector: str | Selector | None = setting(
+        None,
+        f"Method that chooses what a row keeps. Default: {HEADS_SELECTOR} with per-head KV budgets, else "
+        f"{DEFAULT_SELECTOR}.",
+        metavar="|".join(SELECTORS.names),
+        parse=str,
     )
     heads: HeadProfile | str | None = setting(
         None,

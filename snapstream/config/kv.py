@@ -2,8 +2,8 @@
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
 off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets every head of a row has the same
-sinks and the same ring, and a profile says which share of the top-k slots each head gets; slots are constants of an
-engine, and a row takes the bytes that it takes with equal heads.
+sinks and the same ring, and a profile says which share of the top-k slots each head gets; a row takes the bytes that it
+takes with equal heads, which rows of prompts that fit have.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_SELECTOR = "snapkv"
+HEADS_SELECTOR = "diverse"  # the default with per-head budgets, which leave room for what no question pointed at
 DEFAULT_OBSERVATION = 32  # observation window; SnapKV (arXiv 2404.14469) uses 16 to 64
 
 
@@ -87,8 +88,11 @@ def is_shipped(selector: Selector) -> bool:
     return SELECTORS.is_shipped(selector.name) and SELECTORS.get(selector.name) is type(selector)
 
 
-def make_selector(selector: str | Selector = DEFAULT_SELECTOR) -> Selector:
-    """A selector itself, or the one of that name with its default settings. ValueError or TypeError for others."""
+def make_selector(selector: str | Selector | None = None) -> Selector:
+    """A selector itself, or the one of that name (None: the default) with its default settings. ValueError or TypeError
+    for others.
+    """
+    selector = DEFAULT_SELECTOR if selector is None else selector
     if isinstance(selector, Selector):
         return selector
     if not isinstance(selector, str):
@@ -217,6 +221,7 @@ class HeadSlots:
     topk: tuple[tuple[int, ...], ...]
     budget: KVBudget
     model: str = ""  # fingerprint of the only checkpoint that they are for
+    shares: Shares = ()  # by which rows are divided prompt by prompt; none: by ``topk``, as ranks do
 
     @property
     def num_heads(self) -> int:
@@ -239,14 +244,22 @@ class HeadSlots:
         return self._with(max(num for layer in self.topk for num in layer))
 
     @cached_property
+    def longest(self) -> int:
+        """The most slots that a head has in any row."""
+        return max(self.widest.capacity, self.budget.capacity)
+
+    @cached_property
     def distinct(self) -> tuple[KVBudget, ...]:
         """Of all heads, each once, in the order of layers and heads."""
         return tuple(dict.fromkeys(budget for layer in self.budgets for budget in layer))
 
-    @cached_property
-    def least(self) -> int:
-        """Slots of the smallest head: a longer prompt is compressed somewhere."""
-        return self._with(min(num for layer in self.topk for num in layer)).capacity
+    def of(self, budget: KVBudget, prompt_len: int) -> HeadSlots:
+        """Slots of the heads in the row of a request; never more in all than a row has.
+
+        No head gets more slots than the prompt has tokens. So a row that holds the whole prompt has equal heads, and
+        nothing is lost there.
+        """
+        return _row_slots(self, budget, min(max(prompt_len, budget.capacity), self.longest))
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -267,8 +280,9 @@ class HeadSlots:
 
     @cached_property
     def row_slots(self) -> int:
-        """Slots of a row, all layers and heads."""
-        return sum(budget.capacity for layer in self.budgets for budget in layer)
+        """Slots of a row, all layers and heads; on a rank whose heads have few, as many as equal heads would."""
+        capacities = [budget.capacity for layer in self.budgets for budget in layer]
+        return max(sum(capacities), len(capacities) * self.budget.capacity)
 
     @staticmethod
     def visible(budgets: Sequence[KVBudget], num_tokens: int) -> list[int]:
@@ -279,7 +293,8 @@ class HeadSlots:
         """Of the heads on one of several ranks; heads fewer than ranks are on several."""
         heads = self.num_heads
         first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
-        return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk))
+        shares = self.shares if num_ranks == 1 else ()
+        return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk), shares=shares)
 
     def mean_capacity(self, num_ranks: int) -> int:
         """Slots of a mean head, rounded up, on the rank whose heads have most."""
@@ -293,6 +308,20 @@ class HeadSlots:
 
     def _with(self, num_topk: int) -> KVBudget:
         return KVBudget(num_sink=self.budget.num_sink, num_topk=num_topk, num_recent=self.budget.num_recent)
+
+
+@lru_cache(maxsize=256)
+def _row_slots(slots: HeadSlots, budget: KVBudget, longest: int) -> HeadSlots:
+    """``HeadSlots.of``, with heads of at most ``longest`` slots."""
+    new, whole = budget.num_topk, slots.budget.num_topk
+    if longest == budget.capacity:
+        topk: Iterable[tuple[int, ...]] = ((new,) * len(layer) for layer in slots.topk)
+    elif slots.shares:
+        given = iter(_divided(slots.shares, new, longest - budget.num_sink - budget.num_recent))
+        topk = (next(given) if layer else () for layer in slots.topk)
+    else:
+        topk = (tuple(own * new // whole for own in layer) for layer in slots.topk)
+    return replace(slots, topk=tuple(topk), budget=budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,12 +351,9 @@ class HeadProfile:
         """
         check(budget.num_topk > 0, "heads: a profile divides top-k slots, and this budget has none (num_topk 0)")
         check(budget.num_window == 0, f"heads: the budget has num_window {budget.num_window}; with heads it must be 0")
-        flat = [share for layer in self.shares for share in layer]
         most = max(max_model_len - budget.num_sink - budget.num_recent, budget.num_topk)
-        given = iter(_divided(flat, budget.num_topk, most))
-        return HeadSlots(
-            topk=tuple(tuple(next(given) for _ in layer) for layer in self.shares), budget=budget, model=self.model
-        )
+        topk = _divided(self.shares, budget.num_topk, most)
+        return HeadSlots(topk=topk, budget=budget, model=self.model, shares=self.shares)
 
     def write(self, path: Path) -> None:
         """As JSON, which ``read_profile`` reads."""
@@ -335,12 +361,12 @@ class HeadProfile:
         path.write_text(json.dumps(text, indent=1) + "\n")
 
 
-def _divided(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
-    """``num_topk * len(shares)`` slots in proportion to ``shares``, none above ``most``, none below the least part.
+def _divided(by_layer: Shares, num_topk: int, most: int) -> tuple[tuple[int, ...], ...]:
+    """``num_topk`` slots for a mean head in proportion to the shares, none above ``most``, none below the least part.
 
     What a full head leaves is divided among the others in proportion; remaining slots go to the largest shares.
     """
-    least = num_topk // LEAST_PART
+    least, shares = num_topk // LEAST_PART, [share for layer in by_layer for share in layer]
     slots = [least] * len(shares)
     room = (num_topk - least) * len(shares)
     while room:
@@ -357,7 +383,8 @@ def _divided(shares: Sequence[float], num_topk: int, most: int) -> list[int]:
         for i, more in zip(open_heads, extra, strict=True):
             slots[i] += more
         room -= sum(extra)
-    return slots
+    given = iter(slots)
+    return tuple(tuple(next(given) for _ in layer) for layer in by_layer)
 
 
 def as_heads(given: Any) -> HeadProfile | Literal["auto"] | None:

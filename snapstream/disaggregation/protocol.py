@@ -170,7 +170,7 @@ class RowSizes:
     def layer_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
         """Bytes of each layer of a prompt's row."""
         if self.heads is not None:
-            budgets = self.heads.budgets
+            budgets = self.heads.of(budget, prompt_len).budgets
         else:
             windows = self.windows or (None,) * self.num_layers
             own = (budget if size is None else KVBudget.full(size) for size in windows)

@@ -301,7 +301,7 @@ class Engine:
         config = self._config
         text = self._prefixes.next_unstored()
         budget = None
-        if config.heads is None and config.reselection is None:  # its row is not read: nothing needs to be selected
+        if config.reselection is None:  # its row is not read: nothing needs to be selected
             budget = KVBudget.streaming(config.budget.capacity, num_sink=0)
         request = Request(
             request_id=IDLE_ID,

@@ -462,7 +462,7 @@ class PrefixLookup:
         self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
         self._queries = self._saved = self._saved_answers = self._lost_answers = 0
         self._hits: Counter[Origin] = Counter()
-        self._idle_len, self._has_heads = store.idle_len, config.heads is not None
+        self._idle_len = store.idle_len
         self._most_staged = min(config.max_model_len - 1, config.pool_tokens - config.short_reserve)
         self._unstored: deque[IdleText] = deque(maxlen=MAX_UNSTORED)  # the last conversation at the end
 
@@ -687,7 +687,7 @@ class PrefixLookup:
         """Tokens at the end of a prompt that are computed whatever is stored. The store has no queries, so a selector
         that needs all of them computes a prompt of which it selects as a whole.
         """
-        selects = self._has_heads or (live.num_tokens > live.budget.capacity and live.budget.num_topk > 0)
+        selects = live.num_tokens > live.budget.capacity and live.budget.num_topk > 0
         if live.selector.needs_all_queries and not selects:
             return 1
         return max(live.selector.num_queries(live.num_tokens), 1)

@@ -477,11 +477,12 @@ def _rows(parts: StepParts) -> RowTable:
         queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
         head_starts=address(None if heads is None else heads.starts),
         head_ends=address(None if heads is None else heads.ends),
+        head_capacities=address(None if heads is None else heads.capacities),
         head_behind=address(None if heads is None else heads.behind),
-        row_slots=0 if slots is None else slots.row_slots, ring=parts.config.budget.num_recent,
+        row_slots=0 if slots is None else slots.row_slots,
         layer_slots=address(tables[0]), windows=address(tables[1]), conv_inputs=address(tables[2]),
         memories=address(tables[3]), behind=address(state.behind), num_rows=cache.num_rows + 1,
-        slots=max([*cache.layer_slots, 0 if slots is None else slots.widest.capacity]),
+        slots=max([*cache.layer_slots, 0 if slots is None else slots.longest]),
         key_format=FORMATS[cache.encodings[0].format.name], value_format=FORMATS[cache.encodings[1].format.name],
     )  # fmt: skip
     table.kept = tables

@@ -62,7 +62,7 @@ class RowWriter:
         kept = write_rows(
             self.cache, layer, self.cache.local_rows(entry.rows), keys, values, queries, entry.budget, entry.selector
         )
-        asked = self._budget_of_other_ranks(layer, prompt_len)
+        asked = self._budget_of_other_ranks(layer, entry)
         if asked is not None:
             kept_positions(queries, keys, layer, asked, entry.selector, self.cache.score_kernels(layer))
         if self.reselector is not None:
@@ -71,34 +71,39 @@ class RowWriter:
             return None
         if not any(layout.is_compressed(budget, prompt_len) for budget in self._budgets(entry)):
             return None
-        return all_kept(kept, self.cache.spans(layer, entry.budget), prompt_len, keys.device)
+        return all_kept(kept, self.cache.spans(layer, entry.budget, prompt_len), prompt_len, keys.device)
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
         """Counters of each of the entry's rows, which hold the whole prompt now."""
-        widest = entry.budget if self.config.heads is None else self.config.heads.widest
-        own = Rows.entry(len(entry.token_ids), entry.next_position, widest)
+        heads, prompt_len = self.config.heads, len(entry.token_ids)
+        widest = entry.budget if heads is None else heads.of(entry.budget, prompt_len).widest
+        own = Rows.entry(prompt_len, entry.next_position, widest)
         return [own] * len(entry.rows)
 
     def admit(self, entry: PrefillEntry) -> None:
         """Start decode of the entry's rows."""
+        if self.cache.heads is not None:
+            self.cache.heads.admit(entry.rows, entry.budget, len(entry.token_ids))
         if self.reselector is not None:
             self.reselector.admit(entry, self.config.reselection)
 
     def _budgets(self, entry: PrefillEntry) -> Collection[KVBudget]:
         """The distinct budgets of kv heads, on all ranks."""
-        return (entry.budget,) if self.config.heads is None else self.config.heads.distinct
+        heads = self.config.heads
+        return (entry.budget,) if heads is None else heads.of(entry.budget, len(entry.token_ids)).distinct
 
-    def _budget_of_other_ranks(self, layer: int, prompt_len: int) -> KVBudget | None:
+    def _budget_of_other_ranks(self, layer: int, entry: PrefillEntry) -> KVBudget | None:
         """Ranks that share kv heads sum their attention scores in one collective: the budget of a head for which other
         ranks select, where this rank has nothing to select.
         """
-        heads = self.config.heads
+        heads, prompt_len = self.config.heads, len(entry.token_ids)
         if heads is None or self.config.parallel.size <= heads.num_heads:
             return None  # kv heads are whole on a rank
-        (own,) = self.cache.spans(layer, self.config.budget)
+        (own,) = self.cache.spans(layer, entry.budget, prompt_len)
         if layout.candidates(own.budget, prompt_len):
             return None
-        return next((budget for budget in heads.budgets[layer] if layout.candidates(budget, prompt_len)), None)
+        budgets = heads.of(entry.budget, prompt_len).budgets[layer]
+        return next((budget for budget in budgets if layout.candidates(budget, prompt_len)), None)
 
 
 class FirstTokens:

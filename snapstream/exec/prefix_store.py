@@ -125,7 +125,7 @@ def save_row(blocks: PrefixBlocks, cache: KVCache, saved: SavedRow) -> None:
     """Fill blocks from a row in the staging dtype that has evicted nothing: token ``p`` is in slot ``p``."""
     moves, (row,) = saved.moves, cache.local_rows((saved.row,))
     for layer in cache.spec.slot_layer_indices:
-        stored = [cache.slots(own, layer, row) for own in (cache.k, cache.v)]  # [G, C, E]
+        stored = cache.whole_slots(layer, row)  # [G, C, E]
         for own, block in zip(_pieces(moves, moves.first_saved, len(moves.saved)), moves.saved, strict=True):
             for filled, slots in zip(blocks.layer(block, layer), stored, strict=True):
                 if filled is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from snapstream.config import ReselectionConfig
+from snapstream.config import KVBudget, ReselectionConfig
 from snapstream.exec.rows import Rows
 from snapstream.kernels.interface import Kernels
 from snapstream.kv.cache import KVCache
@@ -82,10 +82,11 @@ class Reselector:
         self._cache, self._rows, self.queries = cache, rows, queries
         self._config, self._kernels = config, kernels
         self._states: dict[int, list[RowState]] = {}  # by row; one per budget with a top-k
+        self._requests: dict[int, tuple[KVBudget, int]] = {}  # by row: budget and length of the prompt
         # One per slot: entry i of a head is of its i-th slot after the sinks, if that holds a selected token.
         self.scores = torch.zeros(cache.k.shape[:-1], dtype=torch.float32, device=cache.k.device)
         # [L, rows+1, G] with per-head budgets
-        self._behind = None if cache.heads is None else cache.heads.count_reselections(cache.num_rows)
+        self._behind = None if cache.heads is None else cache.heads.count_reselections()
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +98,7 @@ class Reselector:
     ) -> None:
         """A layer of a prompt was written to its rows: ``keys [G, N, E]``, ``kept`` what ``write_rows`` returned."""
         cache = self._cache
-        for span, index in zip(cache.spans(layer, entry.budget), kept, strict=True):
+        for span, index in zip(cache.spans(layer, entry.budget, len(entry.token_ids)), kept, strict=True):
             scores: Tensor | None = None  # [g, K]
             if index is not None and queries is not None and span.budget.num_topk:
                 last = span.queries(queries[-self._config.num_queries :], len(keys))
@@ -111,8 +112,10 @@ class Reselector:
     def admit(self, entry: PrefillEntry, config: ReselectionConfig | None) -> None:
         """A prompt was written to its rows. Without ``config`` or a top-k they are never re-selected."""
         heads = self._cache.heads
-        budgets = (entry.budget,) if heads is None else heads.slots.distinct
+        own = entry.budget, len(entry.token_ids)
+        budgets = (entry.budget,) if heads is None else heads.slots.of(*own).distinct
         for row in entry.rows:
+            self._requests[row] = own
             if self._behind is not None:
                 self._behind[:, row].zero_()
             self._states[row] = [
@@ -141,7 +144,7 @@ class Reselector:
         spans = [
             (layer, span)
             for layer in range(cache.spec.num_layers)
-            for span in cache.spans(layer, state.budget)
+            for span in cache.spans(layer, *self._requests[row])
             if span.budget == state.budget
         ]
         for local in cache.local_rows([row]):

@@ -73,7 +73,7 @@ class RowParts:
         for row in self._cache.local_rows(entry.rows):
             start = 0
             if self._scores is not None:
-                for span in self._cache.spans(layer, entry.budget):
+                for span in self._cache.spans(layer, entry.budget, len(entry.token_ids)):
                     self._cache.slots(self._scores, layer, row, span).zero_()
             for piece in self._pieces(layer, row, entry):
                 stop = start + piece[0].numel() * piece.element_size()
@@ -98,8 +98,9 @@ class RowParts:
         """Views of the row, ``[heads, ...]``, in wire order; of a recurrent layer its state, ``[1, ...]``."""
         for state in self._cache.state(layer).values():
             yield state[row : row + 1]
-        for span in self._cache.spans(layer, entry.budget):
-            num_slots = layout.num_visible(len(entry.token_ids), span.budget.capacity)
+        prompt_len = len(entry.token_ids)
+        for span in self._cache.spans(layer, entry.budget, prompt_len):
+            num_slots = layout.num_visible(prompt_len, span.budget.capacity)
             parts = self._cache.parts(layer, row, span)
             for _, scale in parts:
                 if scale is not None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig, KVBudget
+from snapstream.config.kv import LEAST_PART
 from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts
 from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
@@ -96,16 +97,17 @@ def warm_up_kernels(
     began = perf_counter()
     if cache.capacity < _BUDGET.capacity:
         return  # nothing is ever selected
-    num_tokens = config.selector.observation_len + _MORE
+    num_tokens, budget = config.selector.observation_len + _MORE, _BUDGET
     if config.heads is not None:
-        num_tokens = max(num_tokens, config.heads.least + 1)  # so that some head selects
+        budget = replace(budget, num_topk=2 * LEAST_PART)  # so that every head selects
+        num_tokens = max(num_tokens, budget.capacity + 1)
     entry = PrefillEntry(
         request_id="warm-up",
         token_ids=(0,) * min(num_tokens, config.pool_tokens),
         rows=(config.max_rows,),  # the padding row
         seeds=(0,),
         sampling=SamplingParams(),
-        budget=_BUDGET,
+        budget=budget,
         selector=config.selector,
     )
     spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
@@ -340,7 +342,7 @@ class ModelRunner:
         budget, spec = prompt.entry.budget, self._whole_spec
         kept = layout.num_visible(prompt.prompt_len, budget.capacity)
         if self.config.heads is not None:
-            kept = self.config.heads.mean_visible(prompt.prompt_len)
+            kept = self.config.heads.of(budget, prompt.prompt_len).mean_visible(prompt.prompt_len)
         return Compression(
             prompt_tokens=prompt.prompt_len,
             kept_tokens=kept,
@@ -367,7 +369,8 @@ class ModelRunner:
         equal = tuple((own,) * count for own, count in zip(spec.budgets(entry.budget), heads, strict=True))
         if profile is None:
             return equal
-        return tuple(profile.budgets[layer] or own for layer, own in zip(spec.slot_layer_indices, equal, strict=True))
+        budgets = profile.of(entry.budget, len(entry.token_ids)).budgets
+        return tuple(budgets[layer] or own for layer, own in zip(spec.slot_layer_indices, equal, strict=True))
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
         """Log-probability of every prompt token after the first, from the uncompressed prefill."""

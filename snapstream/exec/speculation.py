@@ -13,7 +13,7 @@ Recurrent states go on by a row's last token alone, and then by the drafted ones
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from snapstream.config import KVBudget
 from snapstream.exec.eager import DecodeStep, StepParts
 from snapstream.exec.looped import MAX_DRAFTED
 from snapstream.exec.results import Verified
@@ -195,12 +196,7 @@ class Speculation:
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._times = StepTimes()
-        cache = self.parts.cache
-        slots = [num for num in cache.layer_slots if num]
-        self._windows = [own.num_tokens for own in cache.spec.layers if isinstance(own, Window)]
-        if cache.heads is not None:
-            slots.append(cache.heads.slots.least)
-        self._least_slots = min(slots)
+        self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
 
     def _least_ring(self, entry: PrefillEntry) -> int:
         """Slots of the smallest ring of any layer."""
@@ -208,13 +204,17 @@ class Speculation:
 
     def admit(self, entry: PrefillEntry) -> None:
         """The entry's rows hold its prompt, and their first tokens are drawn."""
+        cache = self.parts.cache
+        budgets: Collection[KVBudget] = (entry.budget,)
+        if cache.heads is not None:
+            budgets = cache.heads.slots.of(entry.budget, len(entry.token_ids)).distinct
         for row in entry.rows:
             if self.drafter is not None:
                 self.drafter.forget(row)
             self._rows[row] = _Row(
                 History(entry.token_ids, entry.sampling.prediction),
                 num_left=entry.sampling.max_tokens,
-                num_safe=min(self._least_slots, entry.budget.capacity),
+                num_safe=min([*filter(None, cache.layer_slots), *(budget.capacity for budget in budgets)]),
                 # No two entries share a slot of a ring. A grammar's mask is made between two tokens.
                 most=min(self.most, self._least_ring(entry) - 1) if entry.sampling.grammar is None else 0,
             )

@@ -27,6 +27,7 @@ With data-parallel attention, row ``n`` of the engine is stored on rank ``n mod 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
@@ -109,47 +110,69 @@ def slots_of(ordinal: Tensor, ring_start: Tensor, capacity: Tensor) -> Tensor:
 
 
 class HeadTable:
-    """The constants of ``HeadSlots`` on a device, ``[L, 1, G]`` int64 each."""
+    """``HeadSlots`` of every row on a device, ``[L, rows+1, G]`` int64 each; addresses never change."""
 
-    def __init__(self, slots: HeadSlots, device: torch.device | str) -> None:
-        def table(values: Sequence[Sequence[int]]) -> Tensor:
-            rows = [own or (0,) * slots.num_heads for own in values]  # no heads: not read
-            return torch.tensor(rows, dtype=torch.int64, device=device)[:, None]
-
-        self.slots = slots
-        self.spans = [  # by layer
-            [
-                HeadSpan(slice(head, head + 1), budget, start, slots.row_slots)
-                for head, (budget, start) in enumerate(zip(budgets, starts, strict=True))
-            ]
-            for budgets, starts in zip(slots.budgets, slots.starts, strict=True)
-        ]
-        self.starts = table(slots.starts)
-        self.ends = table([[budget.num_sink + budget.num_topk for budget in layer] for layer in slots.budgets])
-        self.capacities = table([[budget.capacity for budget in layer] for layer in slots.budgets])
+    def __init__(self, slots: HeadSlots, num_rows: int, device: torch.device | str) -> None:
+        self.slots = slots  # of requests with the engine's budget, whose prompts do not fit
+        self._tables = lru_cache(maxsize=64)(partial(_head_tables, device))
+        self._rows = [slots] * (num_rows + 1)
+        own = self._tables(slots)  # [3, L, G]
+        # Of a head: its first slot in the row, the end of its top-k region, and that of its ring in slots of the head.
+        self.starts, self.ends, self.capacities = own[:, :, None].repeat(1, 1, num_rows + 1, 1).unbind(0)
         # [L, rows+1, G]: how many tokens fewer a head counts than its row, after re-selections; None without
         self.behind: Tensor | None = None
 
-    def count_reselections(self, num_rows: int) -> Tensor:
-        """Allocate and return ``behind`` for ``num_rows`` rows and the padding row."""
-        (num_layers, _, num_heads), device = self.ends.shape, self.ends.device
-        self.behind = torch.zeros(num_layers, num_rows + 1, num_heads, dtype=torch.int64, device=device)
+    def admit(self, rows: Sequence[int], budget: KVBudget, prompt_len: int) -> None:
+        """``rows`` hold a prompt of a request with that budget."""
+        slots = self.slots.of(budget, prompt_len)
+        for row in rows:
+            if self._rows[row] != slots:
+                self._rows[row] = slots
+                for table, own in zip((self.starts, self.ends, self.capacities), self._tables(slots), strict=True):
+                    table[:, row].copy_(own)
+
+    def spans(self, layer: int, budget: KVBudget, prompt_len: int) -> Sequence[HeadSpan]:
+        """The kv heads of a layer, one by one, of a row with that budget and prompt."""
+        return self._spans(self.slots.of(budget, prompt_len), layer)
+
+    def row_spans(self, layer: int, row: int) -> Sequence[HeadSpan]:
+        """The kv heads of a layer of a row, one by one."""
+        return self._spans(self._rows[row], layer)
+
+    def _spans(self, slots: HeadSlots, layer: int) -> Sequence[HeadSpan]:
+        return [
+            HeadSpan(slice(head, head + 1), own, start, self.slots.row_slots)
+            for head, (own, start) in enumerate(zip(slots.budgets[layer], slots.starts[layer], strict=True))
+        ]
+
+    def count_reselections(self) -> Tensor:
+        """Allocate and return ``behind``."""
+        self.behind = torch.zeros_like(self.ends)
         return self.behind
 
     def places(self, rows: Tensor, num_tokens: Tensor, ring_start: Tensor) -> list[RowPlaces]:
         """Where the next token of ``rows [B]`` goes, per layer, head by head: ``[B * G]``, anywhere in layers without
         heads of their own. Counters are ``[B]``.
         """
-        ordinal = num_tokens[:, None]  # [B, 1]
-        start = torch.minimum(ring_start[:, None], self.ends)  # [L, B, G]
+        ordinal, ends, capacities = num_tokens[:, None], self.ends[:, rows], self.capacities[:, rows]  # [L, B, G]
+        start = torch.minimum(ring_start[:, None], ends)
         if self.behind is not None:
-            behind = self.behind[:, rows]  # [L, B, G]
+            behind = self.behind[:, rows]
             ordinal = ordinal - behind
-            start = torch.where(behind > 0, self.ends, start)  # a re-selected head has filled its top-k
-        slots = slots_of(ordinal, start, self.capacities).flatten(1)  # [L, B * G]
-        lengths = torch.minimum(ordinal + 1, self.capacities).flatten(1)
-        heads = (rows[:, None] * self.slots.row_slots + self.starts).flatten(1)
+            start = torch.where(behind > 0, ends, start)  # a re-selected head has filled its top-k
+        slots = slots_of(ordinal, start, capacities).flatten(1)  # [L, B * G]
+        lengths = torch.minimum(ordinal + 1, capacities).flatten(1)
+        heads = (rows[:, None] * self.slots.row_slots + self.starts[:, rows]).flatten(1)
         return [RowPlaces(*layer) for layer in zip(heads, slots, lengths, strict=True)]
+
+
+def _head_tables(device: torch.device | str, slots: HeadSlots) -> Tensor:
+    """Start, end of the top-k and capacity of every head, ``[3, L, G]`` int64."""
+    ends = [[budget.num_sink + budget.num_topk for budget in layer] for layer in slots.budgets]
+    capacities = [[budget.capacity for budget in layer] for layer in slots.budgets]
+    none = (0,) * slots.num_heads  # of a layer without heads of its own: not read
+    tables = [[own or none for own in values] for values in (slots.starts, ends, capacities)]
+    return torch.tensor(tables, dtype=torch.int64, device=device)
 
 
 class HeadSpan(NamedTuple):
@@ -194,7 +217,7 @@ class KVCache:
         self.num_rows = num_rows = num_rows if partition is None else partition.num_local
         self.capacity = capacity
         self.kernels = kernels or bind(device)
-        self.heads = None if heads is None else HeadTable(heads, device)
+        self.heads = None if heads is None else HeadTable(heads, num_rows, device)
         self.encodings = key_encoding, value_encoding = tuple(ENCODINGS[form.name] for form in spec.formats)
         # Slots per kv head by layer, and the first slot of each layer's block; 0 of layers with per-head budgets.
         self.layer_slots = [
@@ -228,10 +251,10 @@ class KVCache:
             self.v_scale = self._scales(value_encoding, slots, device)
         self._kernel_kv, self._kernel_scales = (self.k, self.v), (self.k_scale, self.v_scale)
         if heads is not None:
-            widest = heads.widest.capacity
-            self._kernel_kv = head_rows(self.k[:by_head], widest), head_rows(self.v[:by_head], widest)
+            longest = heads.longest
+            self._kernel_kv = head_rows(self.k[:by_head], longest), head_rows(self.v[:by_head], longest)
             self._kernel_scales = (
-                _slot_scales(self.k_scale, by_head, widest), _slot_scales(self.v_scale, by_head, widest),
+                _slot_scales(self.k_scale, by_head, longest), _slot_scales(self.v_scale, by_head, longest),
             )  # fmt: skip
         layers = map(spec.source, range(spec.num_layers))
         self._blocks = [self._block_rows(layer) for layer in layers] if self._has_blocks else []
@@ -244,7 +267,7 @@ class KVCache:
 
     def has_own_heads(self, layer: int) -> bool:
         """Whether the heads of a layer have budgets of their own."""
-        return self.heads is not None and bool(self.heads.spans[layer])
+        return self.heads is not None and bool(self.heads.slots.topk[layer])
 
     def layer(self, index: int) -> LayerRows:
         """One layer of all rows, as kernels take it."""
@@ -286,10 +309,10 @@ class KVCache:
         k_scale, v_scale = map(scales, (self.k_scale, self.v_scale), self.encodings)
         return LayerRows(keys, values, 0, k_scale, v_scale, self.spec.values_are_keys)
 
-    def spans(self, layer: int, budget: KVBudget) -> Sequence[HeadSpan]:
-        """All kv heads of a layer, in order; ``budget`` is the row's, ignored with per-head budgets."""
+    def spans(self, layer: int, budget: KVBudget, prompt_len: int) -> Sequence[HeadSpan]:
+        """All kv heads of a layer, in order, of a row with that budget and prompt."""
         if self.heads is not None and self.has_own_heads(layer):
-            return self.heads.spans[layer]
+            return self.heads.spans(layer, budget, prompt_len)
         cache = self.spec.layers[layer]
         return (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),) if isinstance(cache, Full) else ()
 
@@ -312,6 +335,14 @@ class KVCache:
             return stored[layer, row]
         first = span.address(row)
         return stored[None, first : first + span.budget.capacity]
+
+    def whole_slots(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[G, C, E]`` of all heads of a row that has evicted nothing."""
+        if self.heads is None or not self.has_own_heads(layer):
+            return self.slots(self.k, layer, row), self.slots(self.v, layer, row)
+        spans = self.heads.row_spans(layer, row)
+        keys, values = (torch.cat([self.slots(own, layer, row, span) for span in spans]) for own in (self.k, self.v))
+        return keys, values
 
     def parts(self, layer: int, row: int, span: HeadSpan | None = None) -> list[tuple[Tensor, Tensor | None]]:
         """Views of K, and of V unless values are keys (see ``slots``), each with its scales ``[g]`` or per slot

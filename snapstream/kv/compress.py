@@ -61,12 +61,12 @@ def write_rows(
 ) -> list[Tensor | None]:
     """Write one layer of a prompt into each of ``rows``.
 
-    ``keys, values [G, N, E]`` are the prompt's staging range; ``queries [w, H, E]`` are needed if anything is selected;
-    ``budget`` is ignored with per-head budgets. Returns the kept positions ``[g, C]`` of each span of kv heads, None if
+    ``keys, values [G, N, E]`` are the prompt's staging range; ``queries [w, H, E]`` are needed if anything is selected.
+    Returns the kept positions ``[g, C]`` of each span of kv heads, None if
     all were kept.
     """
     prompt_len, kept = keys.shape[1], []
-    for span in cache.spans(layer, budget):
+    for span in cache.spans(layer, budget, prompt_len):
         k, v = keys[span.heads], values[span.heads]  # [g, N, E]
         cache.begin_rows(layer, rows, k, v, span)
         index = None

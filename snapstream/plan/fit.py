@@ -27,7 +27,7 @@ from snapstream.config import (
     row_formats,
 )
 from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
-from snapstream.config.kv import HeadProfile, HeadSlots
+from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
 from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
 from snapstream.exec.looped import why_not_looped_cpu, why_not_rounded_inputs
 from snapstream.models.hub import local_folder
@@ -160,6 +160,8 @@ def engine_config(
     heads = None
     if isinstance(options.heads, HeadProfile):
         heads = head_slots(model, options.heads, budget, max_model_len)
+        if options.parallel.size > 1:  # ranks have slots for their own heads' shares alone
+            heads = replace(heads, shares=())
     store = options.prefix_store.on(device) if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or preferred_executor(device)
@@ -180,7 +182,7 @@ def engine_config(
         budget=budget,
         heads=heads,
         max_model_len=max_model_len,
-        selector=make_selector(options.selector),
+        selector=make_selector(options.selector or (HEADS_SELECTOR if heads else None)),
         max_rows=max_rows,
         chunking=chunking,
         device=device,
@@ -195,7 +197,7 @@ def engine_config(
         parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
         prefix_max_len=model.rope.original_max_position if model.rope.depends_on_length else 0,
-        prefix_row_len=0 if store is None or heads else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
+        prefix_row_len=0 if store is None else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
     no_store = "recurrent layers" if model.recurrent_layers else "layers that differ in their heads"
@@ -212,7 +214,7 @@ def engine_config(
 
 
 def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, max_model_len: int) -> int:
-    """``EngineConfig.prefix_row_len`` without per-head budgets."""
+    """``EngineConfig.prefix_row_len``."""
     is_split_by_rows = options.parallel.attention == "dp" and options.parallel.size > 1
     if model.recurrent_layers or is_split_by_rows or kv_dtype != "auto":
         return 0

@@ -492,7 +492,11 @@ class _Planner:
     def row(self, name: str, budget: KVBudget) -> RowPlan:
         """A line of the table."""
         memory, here, heads = self.memory(budget), self.here, self.config(budget).heads
-        visible = heads.mean_visible(self.prompt_len) if heads else num_visible(self.prompt_len, budget.capacity)
+        visible = (
+            heads.of(budget, self.prompt_len).mean_visible(self.prompt_len)
+            if heads
+            else num_visible(self.prompt_len, budget.capacity)
+        )
         read = self.spec.visible_bytes(visible, self.prompt_len)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         one, all_rows = (self.decode_bytes(rows) for rows in (1, max_rows))

@@ -321,8 +321,8 @@ def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
 
 
 def _digest(heads: HeadSlots) -> str:
-    """Digest of the slots of every kv head: different profiles with the same slots are compatible."""
-    return sha256(repr((heads.topk, heads.budget)).encode()).hexdigest()[:16]
+    """Digest of what divides the slots of rows among kv heads."""
+    return sha256(repr((heads.shares or heads.topk, heads.budget)).encode()).hexdigest()[:16]
 
 
 CHECK_VARIABLE = "SNAPSTREAM_CHECK_RANKS"  # 1: compare the drawn tokens of all ranks after every step

@@ -35,7 +35,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.views import RowsView
 from snapstream.plan.memory import engine_memory
 from snapstream.startup.build import build_runner
-from snapstream.types import SamplingParams
+from snapstream.types import Request, SamplingParams
 from tests.kernels.triton import interpreter
 from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
@@ -75,13 +75,18 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @torch.inference_mode()
 def twin_answers(
-    llm: LLM, prompts: Sequence[Sequence[int]], selector: Selector = VOTES, rounding_of: RoundingOf = exact
+    llm: LLM,
+    prompts: Sequence[Sequence[int]],
+    selector: Selector = VOTES,
+    rounding_of: RoundingOf = exact,
+    budget: KVBudget = BUDGET,
 ) -> list[list[int]]:
-    """Greedy tokens by the twin, from the prefill of ``llm``."""
+    """Greedy tokens by the twin, from the prefill of ``llm``; of requests with ``budget``."""
     runner, out = cast(ModelRunner, llm.engine.runner), []
     assert llm.config.heads is not None
-    rules = [HeadRule(name="", budgets=llm.config.heads.budgets, selector=selector)]
     for prompt in prompts:
+        slots = llm.config.heads.of(budget, len(prompt))
+        rules = [HeadRule(name="", budgets=slots.budgets, selector=selector)]
         rows = HeadRows(runner, prompt, rules, rounding_of=rounding_of)
         tokens = [rows.first_logits.argmax().view(1)]
         while len(tokens) < 24:
@@ -191,7 +196,8 @@ def test_layers_of_several_kinds_equal_the_list_based_engine(
         stored = runner.cache.num_bytes + (0 if runner.reselector is None else runner.reselector.num_bytes)
         assert stored == 4 * engine_memory(llm.model_config, llm.config).row_bytes
     for prompt, output in zip(prompts, outputs, strict=False):
-        lists = ListsEngine(runner.decoder, BUDGET, VOTES, reselection, heads.budgets)
+        budgets = heads.of(BUDGET, len(prompt)).budgets
+        lists = ListsEngine(runner.decoder, BUDGET, VOTES, reselection, budgets)
         assert output.token_ids == lists.generate(prompt, 24)[0], len(prompt)
     assert outputs[2].compression is not None
     kept = outputs[2].compression.kept_positions
@@ -234,19 +240,21 @@ def test_what_heads_keep_is_what_rows_of_their_own_budget_keep(qwen: Path, promp
     listed, bits = (SamplingParams(max_tokens=1, return_kept=kind) for kind in (True, "bitmap"))  # type: ignore[arg-type]
     with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
         assert llm.config.heads is not None
-        budgets, widest, least = llm.config.heads.budgets, llm.config.heads.widest, llm.config.heads.least
+        slots = [llm.config.heads.of(BUDGET, len(prompt)) for prompt in prompts]
         told = [(output.compression, more.compression) for output, more in
                 zip(llm.generate(prompts, listed), llm.generate(prompts, bits), strict=True)]  # fmt: skip
-    with LLM(qwen, **SETTINGS | {"budget": widest}) as plain:
-        own = {budget: plain.generate(prompts, listed, budget=budget) for budget in set(sum(budgets, ()))}
+    assert len(set(slots)) == 4, "prompts that fit, two that a head would hold whole, and longer ones"
+    with LLM(qwen, **SETTINGS | {"budget": llm.config.heads.widest}) as plain:
+        distinct = {budget for own in slots for budget in own.distinct}
+        own = {budget: plain.generate(prompts, listed, budget=budget) for budget in distinct}
     for index, (prompt, (lists, bitmap)) in enumerate(zip(prompts, told, strict=True)):
         assert lists is not None and bitmap is not None
-        if len(prompt) <= least:
+        if len(prompt) <= BUDGET.capacity:
             assert lists.kept_positions is None and bitmap.kept_bitmap is None
             continue
         last = range(len(prompt) - 16, len(prompt))
         assert lists.kept_positions is not None and bitmap.kept_bitmap is not None
-        for layer, heads in enumerate(budgets):
+        for layer, heads in enumerate(slots[index].budgets):
             for head, budget in enumerate(heads):
                 compression = own[budget][index].compression
                 assert compression is not None
@@ -281,12 +289,58 @@ def test_profiles_of_other_models_are_refused(qwen: Path, tmp_path: Path) -> Non
         LLM(qwen, heads=HeadProfile(shares=uneven(2, 2), model=fingerprint(qwen)), **SETTINGS)
 
 
-def test_requests_that_such_rows_cannot_serve_are_refused(qwen: Path, prompts: list[list[int]]) -> None:
-    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm:
-        smaller = KVBudget(num_sink=2, num_topk=6, num_recent=16)
-        with pytest.raises(ValueError, match="with per-head budgets \\(heads\\) every request of this engine has its"):
-            llm.generate([prompts[0]], GREEDY, budget=smaller)
-        assert llm.generate([prompts[0]], GREEDY, budget=BUDGET)[0].token_ids
+def test_prompts_that_fit_keep_all_tokens(qwen: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Such rows have equal heads, as without a profile."""
+    with LLM(qwen, **SETTINGS) as plain:
+        equal = [output.token_ids for output in plain.generate(prompts, GREEDY)]
+    fits = [len(prompt) <= BUDGET.capacity for prompt in prompts]
+    assert [own == other for own, other in zip(expected, equal, strict=True)] == fits
+
+
+OWN = (  # fewer of each, a longer ring, no selection, no sinks
+    KVBudget(num_sink=2, num_topk=9, num_recent=9), KVBudget(num_sink=1, num_topk=10, num_recent=21),
+    KVBudget(num_sink=0, num_topk=0, num_recent=32), KVBudget(num_sink=0, num_topk=14, num_recent=3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+def test_requests_have_budgets_of_their_own(qwen: Path, prompts: list[list[int]], executor: str) -> None:
+    """Each by the profile, beside others and in rows that requests with other budgets had before."""
+    if executor == "looped" and find_compiler() is None:
+        pytest.skip("looped steps need a C++ compiler")
+    with LLM(qwen, heads=profile(qwen), **SETTINGS | {"executor": executor}) as llm:
+        budgets = [(BUDGET, *OWN)[i % 5] for i in range(len(prompts))]
+        pairs = [*zip(prompts, budgets, strict=True), *zip(prompts, budgets[::-1], strict=True)]
+        requests = [
+            Request(request_id=str(i), prompt_token_ids=tuple(prompt), sampling=GREEDY, budget=budget)
+            for i, (prompt, budget) in enumerate(pairs)
+        ]
+        got = [list(output.samples[0].token_ids) for output in llm.answer(requests)]
+        wanted = [twin_answers(llm, [prompt], budget=budget)[0] for prompt, budget in pairs]
+        assert got == wanted
+        assert llm.config.heads is not None and llm.config.heads.of(OWN[0], 99).topk != llm.config.heads.topk
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [KVBudget(num_sink=0, num_topk=15, num_recent=8), KVBudget(num_sink=2, num_topk=8, num_window=4, num_recent=8)],
+)
+def test_requests_that_such_rows_cannot_serve_are_refused(
+    qwen: Path, prompts: list[list[int]], budget: KVBudget
+) -> None:
+    match = "per-head budgets of this engine they are at most 14 and 0"
+    with LLM(qwen, heads=profile(qwen), **SETTINGS) as llm, pytest.raises(ValueError, match=match):
+        llm.generate([prompts[0]], GREEDY, budget=budget)
+
+
+def test_the_store_takes_answers_from_rows_that_hold_all_tokens(qwen: Path, prompts: list[list[int]]) -> None:
+    store = PrefixStoreConfig(num_bytes=2**24, block_len=4, min_tokens=4, idle_len=0)
+    first, few = prompts[8][:12], SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
+    with LLM(qwen, heads=profile(qwen), prefix_store=store, chunk_len=4, **SETTINGS) as llm:
+        longer = [*first, *llm.generate([first], few)[0].token_ids]
+        warm = llm.generate([longer], GREEDY)[0]
+        llm.reset_prefix_store()
+        assert warm.cached_tokens > len(first) and warm.token_ids == llm.generate([longer], GREEDY)[0].token_ids
 
 
 # Quantized rows with per-head budgets: FP8 with scales per head, integers with scales per slot, bf16.
@@ -451,7 +505,8 @@ def test_answers_are_those_of_the_list_based_engine(
         assert llm.config.heads is not None and runner.reselector is not None
         assert min(map(min, llm.config.heads.topk)) == 0, "a head that selects nothing never re-selects"
         for prompt, own in zip(reselected_heads_prompts, reselected_heads_expected, strict=True):
-            lists = ListsEngine(runner.decoder, BUDGET, VOTES, RESELECTION, llm.config.heads.budgets)
+            budgets = llm.config.heads.of(BUDGET, len(prompt)).budgets
+            lists = ListsEngine(runner.decoder, BUDGET, VOTES, RESELECTION, budgets)
             assert lists.generate(prompt, COUNT)[0] == own, len(prompt)
             assert lists.num_reselections
         planned = engine_memory(llm.model_config, llm.config).row_bytes

@@ -163,9 +163,8 @@ def _kept_bits(request: Request, metadata: ModelMetadata) -> int:
 
 
 def _is_compressed(request: Request, metadata: ModelMetadata) -> bool:
-    """Whether the row keeps less than the prompt, in any head."""
-    budget, heads = request.budget or metadata.engine.budget, metadata.engine.heads
-    return len(request.prompt_token_ids) > (budget.capacity if heads is None else heads.least)
+    """Whether the row keeps less than the prompt."""
+    return len(request.prompt_token_ids) > (request.budget or metadata.engine.budget).capacity
 
 
 def _options(

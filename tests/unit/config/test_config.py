@@ -50,8 +50,36 @@ def test_heads_tile_a_row_and_the_widest_is_last(weights: list[int], num_topk: i
     assert spans[0][0] == 0 and spans[-1][1] == slots.row_slots
     assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
     assert spans[-1][1] - spans[-1][0] == slots.widest.capacity == max(b - a for a, b in spans)
-    assert slots.least == min(b - a for a, b in spans)
     assert slots.mean_visible(1) == 1 and slots.mean_visible(10**6) == slots.row_slots // 6
+
+
+@given(
+    weights=weights,
+    num_topk=st.integers(1, 90),
+    own=st.integers(0, 90),
+    other=st.integers(1, 99),
+    prompt=st.integers(1, 300),
+)
+def test_the_row_of_a_request_fits_into_a_row(
+    weights: list[int], num_topk: int, own: int, other: int, prompt: int
+) -> None:
+    budget = KVBudget(num_topk=num_topk, num_recent=40)
+    topk = min(own, num_topk)
+    asked = KVBudget(num_sink=0, num_topk=topk, num_recent=min(other, budget.capacity - topk))
+    slots = HeadProfile(shares=shares_of(weights), model="").slots(budget, 5000)
+    row = slots.of(asked, prompt)
+    flat = [own for layer in row.budgets for own in layer]
+    assert row.row_slots <= slots.row_slots and row.longest <= slots.longest
+    if prompt <= asked.capacity:
+        assert set(flat) == {asked}
+    else:
+        assert sum(own.num_topk for own in flat) == 6 * topk and max(own.capacity for own in flat) <= prompt
+        assert {own.num_recent for own in flat} == {asked.num_recent}
+        ranks = [slots.of_rank(rank, 2) for rank in range(2)]
+        halves = [own.of(asked, prompt) for own in ranks]
+        assert all(half.row_slots <= own.row_slots for half, own in zip(halves, ranks, strict=True))
+        assert all(half.longest <= own.longest for half, own in zip(halves, ranks, strict=True))
+    assert slots.of(budget, 5000) == slots
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:

@@ -141,13 +141,13 @@ struct RowTable {  // the persistent state of rows, [rows + 1] each, and their k
     float* queries;                    // [L', rows + 1, kept, H, E] of the layers with slots, or null
     // [L]: C of the slots [rows + 1, G, C] that each layer attends to; of a sliding window C again, else 0.
     const int64_t *layer_slots, *windows;
-    // With per-head budgets a row is [row_slots], else these are null. [L, G]: a head's first slot in a row, and the
-    // end of its top-k region, which a ring of `ring` slots follows. [L, rows + 1, G]: by how many tokens KV
-    // re-selections have set a head back, or null.
-    const int64_t *head_starts, *head_ends, *head_behind;
+    // With per-head budgets a row is [row_slots], else these are null. [L, rows + 1, G]: a head's first slot in its row;
+    // of the head's slots the end of the top-k region, and that of the ring which follows; and by how many tokens KV
+    // re-selections have set it back, or null.
+    const int64_t *head_starts, *head_ends, *head_capacities, *head_behind;
     // [L]: addresses of the states of recurrent layers, [rows + 1, K - 1, C] and [rows + 1, H, keys, values] fp32; or null
     const int64_t *conv_inputs, *memories;
-    int64_t num_rows, slots, kept_queries, row_slots, ring;  // slots: of the head that has most
+    int64_t num_rows, slots, kept_queries, row_slots;  // slots: of the head that has most
     int64_t key_format, value_format;  // one format, or I8 and I4
 };
 

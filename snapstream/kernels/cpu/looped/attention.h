@@ -12,8 +12,7 @@ struct Region {  // the slots of a kv head of a row: the first of them, those th
 
 inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // ../../../kv/layout.py
     const RowTable& rows = w.rows;
-    const int64_t row = w.step.rows[b], head = layer * w.model.kv_heads + kv_head;
-    const int64_t heads = w.model.parts[layer].kv_heads;
+    const int64_t row = w.step.rows[b], heads = w.model.parts[layer].kv_heads;
     int64_t token = rows.num_tokens[row] + ahead_of(w, b), start = rows.ring_start[row], capacity = rows.capacity[row];
     int64_t first = (row * heads + kv_head) * rows.layer_slots[layer];
     if (rows.windows[layer]) {
@@ -21,12 +20,12 @@ inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // .
         token += rows.behind[row];
         capacity = rows.windows[layer];
     } else if (rows.head_starts) {
-        first = row * rows.row_slots + rows.head_starts[head];
         const int64_t place = (layer * rows.num_rows + row) * w.model.kv_heads + kv_head;
+        first = row * rows.row_slots + rows.head_starts[place];
         const int64_t behind = rows.head_behind ? rows.head_behind[place] : 0;
-        start = behind ? rows.head_ends[head] : std::min(start, rows.head_ends[head]);
+        start = behind ? rows.head_ends[place] : std::min(start, rows.head_ends[place]);
         token -= behind;
-        capacity = rows.head_ends[head] + rows.ring;
+        capacity = rows.head_capacities[place];
     }
     const int64_t turn = token < start ? 0 : (token - start) % std::max<int64_t>(capacity - start, 1);
     return {first, std::min(token + 1, capacity), token < start ? token : start + turn};
