@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,43 @@ def launchers(
     )
 
 
+# By model: channels and taps of the convolution; kind, heads and sizes of keys and values of the recurrence, if any.
+RECURRENT: dict[str, tuple[int, int, tuple[str, int, int, int, int] | None]] = {
+    "LFM2-1.2B": (2048, 3, None),
+    "Qwen3-Next-80B": (8192, 4, ("delta", 16, 32, 128, 128)),
+    "Kimi-Linear-48B": (12288, 4, ("kda", 32, 32, 128, 128)),
+    "Granite-4.0-H-tiny": (3328, 4, ("mamba", 1, 48, 128, 64)),
+}
+
+
+def recurrent_launchers(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """The decode steps of recurrent layers, each with its model and operator."""
+    from snapstream.kernels.triton import recurrence
+
+    def empty(*size: int, kind: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*size, dtype=kind, device="meta")
+
+    rows = empty(8, kind=torch.int64)
+    for model, (channels, taps, memory) in RECURRENT.items():
+        x, state, weights = empty(8, channels, kind=dtype), empty(9, taps - 1, channels), empty(taps, channels)
+        bias = weights[0] if memory is None or memory[0] == "mamba" else None
+        yield (
+            model,
+            "conv_step",
+            partial(recurrence.launch_conv_step, x, state, rows, weights, bias, memory is not None),
+        )
+        if memory is not None:
+            kind, groups, heads, key, value = memory
+            num_gates = {"delta": 2 * heads, "kda": heads + heads * key, "mamba": heads}[kind]
+            gates, step = empty(8, num_gates, kind=dtype), empty(heads * key if kind == "kda" else heads)
+            skip = empty(heads) if kind == "mamba" else None
+            mixed, states = empty(8, 2 * groups * key + heads * value, kind=dtype), empty(9, heads, key, value)
+            yield (
+                model, "memory_step",
+                partial(recurrence.launch_memory_step, mixed, gates, states, rows, empty(heads), step, skip),
+            )  # fmt: skip
+
+
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
     """One entry per kernel, shape, dtype and architecture; ``quick`` is bf16 with heads of the common sizes."""
     cases = (
@@ -255,6 +293,11 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
                         **resources(compiled(launch, arch)),
                     }
     for dtype in ("bf16",) if quick else DTYPES:
+        for name, op, launcher in recurrent_launchers(DTYPES[dtype]):
+            (launch,) = recorded(launcher)
+            for arch in arches:
+                yield {"op": op, "kernel": launch.kernel.__name__, "shape": name, "head_dim": 0, "dtype": dtype,
+                       "rows": "fp32", "arch": f"sm_{arch}", **resources(compiled(launch, arch))}  # fmt: skip
         for weights, launcher in code_launchers(DTYPES[dtype], (32,) if quick else GROUPS):
             (launch,) = recorded(launcher)
             for arch in arches:
@@ -276,7 +319,7 @@ def main() -> None:
     entries = []
     for entry in report(args.arch, quick=args.quick):
         entries.append(entry)
-        print("{kernel:22} {shape:13} {dtype} rows {rows} {arch}: {registers:3} registers, "
+        print("{kernel:22} {shape:18} {dtype} rows {rows} {arch}: {registers:3} registers, "
               "{spill_bytes} bytes spilled, {shared_bytes} shared, {num_warps} warps".format(**entry),
               file=sys.stderr, flush=True)  # fmt: skip
     result = {

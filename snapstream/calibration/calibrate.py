@@ -28,7 +28,7 @@ from snapstream.kv.spec import State
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import fingerprint
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import Recurrence
+from snapstream.models.layers import Recurrence, RowsRecurrence
 from snapstream.models.prefill import LayerPass, PassTokens
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.tokenizer import find_tokenizer
@@ -170,7 +170,9 @@ class Ablation:
             out[:, head] = weights[..., :num_before] @ values[head] + weights[..., num_before:] @ own_values[:, head]
         return out.flatten(1, 2).to(heads.dtype)
 
-    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
         """See ``layers.StateView``: one token per copy."""
         return recurrence(inputs[:, None], self._states.of(0, layer))[:, 0]
 

@@ -118,8 +118,6 @@ def problems_here(device: str, num_ranks: int) -> dict[str, str]:
 def _why_not_graph(model: ModelConfig, config: EngineConfig) -> str | None:
     if not config.device.startswith("cuda"):
         return f"it captures CUDA graphs, and device is {config.device!r}"
-    if model.recurrent_layers:
-        return f"{model.architecture} has recurrent layers, which are not captured"
     if model.kv_sources is not None:
         return f"{model.architecture} has layers that share keys and values, which are not captured"
     weights = config.weights

@@ -47,6 +47,7 @@ from snapstream.kv import layout
 from snapstream.kv.cache import KVCache, RowPartition
 from snapstream.kv.compress import Budgets, of_all_heads, packed_bits, selected
 from snapstream.kv.prefix_store import PrefixBlocks, PrefixFiles
+from snapstream.kv.spec import Full
 from snapstream.models.decoder import Decoder
 from snapstream.models.views import StagingBuffers
 from snapstream.step import JobSpec, KVConnector, PrefillEntry, ReceivedRow, StepPlan
@@ -91,7 +92,7 @@ def warm_up_kernels(
     """Compile the Triton kernels of prefill, compression and eager decode before a request needs them.
 
     Triton compiles a kernel at its first launch, per combination of dtypes, model sizes and alignment of strides, not
-    per prompt length. So this runs one short prompt that is compressed through the first layer, and on to the first
+    per prompt length. So this runs one short prompt through the first layer that compresses it, and on to the first
     with experts, and writes to the padding row.
     """
     began = perf_counter()
@@ -114,7 +115,9 @@ def warm_up_kernels(
     job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
     moe, num_layers = decoder.config.moe, decoder.config.num_layers
     first_experts = 0 if moe is None else min(moe.layers(num_layers)[0], num_layers - 1)
-    for unit in range((1 + first_experts) * job.spec.num_chunks(config.chunking.chunk_len)):
+    kept = (own.budget(_BUDGET) if isinstance(own, Full) else None for own in cache.spec.layers)
+    last = max(first_experts, next((index for index, budget in enumerate(kept) if budget == _BUDGET), 0))
+    for unit in range((1 + last) * job.spec.num_chunks(config.chunking.chunk_len)):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())
     logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)

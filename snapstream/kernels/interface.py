@@ -72,6 +72,13 @@ class Kernels:
     gated_delta: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = pytorch.gated_delta
     # c, b [S, n, G, N], x [S, n, H, P], decay [S, n, H], state [S, H, N, P] -> [S, n, H, P]
     selective_scan: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = pytorch.selective_scan
+    # Their decode steps, which read and write the states of all rows in place at ``rows [B]``, distinct but for the
+    # padding row; a device has both or, None, neither: there the states of a batch are copied.
+    # x [B, C], state [rows+1, K-1, C], rows, taps [K, C], bias [C], silu -> [B, C]
+    conv_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, bool], Tensor] | None = None
+    # mixed q | k | v [B, 2GK + HV], gates beta | decay [B, 2H] or [B, H + HK], memory [rows+1, H, K, V], rows,
+    # rate [H], step [H] or [HK], None -> [B, HV] fp32; of Mamba-2 x | B | C, gates [B, H], and skip [H], not None
+    memory_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
     batch_tiles: tuple[int, ...] = (1,)  # the batch sizes from which a decode step launches other kernels
 
     def with_sinks(self, sinks: Tensor | None) -> Kernels:
@@ -164,22 +171,14 @@ def _cpu() -> Kernels:
 def _triton() -> Kernels:
     if not has_triton():
         raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
-    from snapstream.kernels.triton import attention, configs, latent_attention, norm, products, rows
+    from snapstream.kernels.triton import attention, configs, latent_attention, norm, products, recurrence, rows
     from snapstream.kernels.triton import products as triton_experts
     from snapstream.kernels.triton import scores as triton_scores
-
-    def decode_attention(
-        q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None,
-        cap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        if sinks is not None:  # the kernel has none
-            return reference.decode_attention(q, cache, rows, lengths, sinks, cap)
-        return attention.decode_attention(q, cache, rows, lengths, cap)
 
     return replace(
         _torch(),
         version="triton",
-        decode_attention=decode_attention,
+        decode_attention=attention.decode_attention,
         grouped_linear=triton_experts.grouped_linear,
         code_linear=products.code_linear,
         rms_norm=norm.rms_norm,
@@ -189,5 +188,7 @@ def _triton() -> Kernels:
         attend_rows=latent_attention.attend_rows,
         gather_rows=rows.gather_rows,
         snapkv_scores=triton_scores.scores_of_any_size,
+        conv_step=recurrence.conv_step,
+        memory_step=recurrence.memory_step,
         batch_tiles=(1, *(tokens + 1 for tokens in configs.CODE_TOKENS[:-1])),
     )

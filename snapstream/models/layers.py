@@ -43,15 +43,19 @@ class KVView(Protocol):
 # Feeds sequences of n tokens each: inputs ``[S, n, C]`` and the states ``[S, ...]``, which it updates in place; returns
 # the outputs ``[S, n, C']``.
 Recurrence = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
+# The same of a token for each of ``rows [B]``: inputs ``[B, C]``, the states of all rows, and rows, to ``[B, C']``.
+RowsRecurrence = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
 
 @runtime_checkable
 class StateView(Protocol):
     """A view of what recurrent layers keep of every sequence."""
 
-    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
         """Feed packed tokens ``inputs [T, C]`` to their sequences' states of a layer: ``[T', C']``, T' as in
-        ``KVView``.
+        ``KVView``. ``of_rows`` is the same for kernels that have ``conv_step``; None: states are copied.
         """
         ...
 

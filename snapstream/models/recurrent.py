@@ -34,12 +34,20 @@ class ShortConvLayer(DenseLayer):
         """See ``models.decoder.Layer.attend``."""
         assert self._input_norm is not None and isinstance(view, StateView)
         given = SumNorm(residual, pending, self._input_norm, self._eps)
-        return view.recur(self._index, self._in.multiply_normed(given, self._in_bias, self._kernels), self._convolve)
+        projected = self._in.multiply_normed(given, self._in_bias, self._kernels)
+        return view.recur(self._index, projected, self._convolve, self._convolve_rows)
 
     def _convolve(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """A ``Recurrence`` over ``inputs [S, n, 3C]``."""
         gate, out_gate, x = inputs.chunk(3, dim=-1)
         return out_gate * self._kernels.causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias, False)
+
+    def _convolve_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """A ``RowsRecurrence``."""
+        assert self._kernels.conv_step is not None
+        gate, out_gate, x = inputs.chunk(3, dim=-1)
+        mixed = self._kernels.conv_step(gate * x, states["inputs"], rows, self._taps, self._conv_bias, False)
+        return out_gate * mixed
 
 
 class DeltaNetLayer(DenseLayer):
@@ -67,7 +75,7 @@ class DeltaNetLayer(DenseLayer):
         if self._decay_up is not None:
             decays, z = z.chunk(2, dim=1)
             gates = torch.cat((gates, self._decay_up.multiply(decays.contiguous(), None, self._kernels)), dim=1)
-        out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur)
+        out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur, self._recur_rows)
         z = view.outputs(z)
         if self._gate_up is None:
             gate = F.silu(z.to(torch.float32))
@@ -94,6 +102,13 @@ class DeltaNetLayer(DenseLayer):
         decay = rate * step
         return self._kernels.gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
 
+    def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """A ``RowsRecurrence``."""
+        assert self._kernels.conv_step is not None and self._kernels.memory_step is not None
+        mixed, gates = inputs[:, : self._net.channels], inputs[:, self._net.channels :]
+        mixed = self._kernels.conv_step(mixed, states["inputs"], rows, self._taps, None, True)
+        return self._kernels.memory_step(mixed, gates, states["memory"], rows, self._rate, self._step, None)
+
 
 class Mamba2Layer(DenseLayer):
     """A layer with Mamba-2 (arXiv 2405.21060): SiLU of a convolution over ``x | B | C``, the selective scan, a norm per
@@ -118,7 +133,7 @@ class Mamba2Layer(DenseLayer):
         given = SumNorm(residual, pending, self._input_norm, self._eps)
         projected = self._in.multiply_normed(given, self._in_bias, self._kernels)  # [T, I + C + H]
         inner = self._net.inner
-        out = view.recur(self._index, projected[:, inner:], self._recur)
+        out = view.recur(self._index, projected[:, inner:], self._recur, self._recur_rows)
         z = view.outputs(projected[:, :inner]).to(torch.float32)
         grouped = (out.view_as(z) * F.silu(z)).unflatten(1, (self._net.groups, -1))
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
@@ -137,6 +152,13 @@ class Mamba2Layer(DenseLayer):
         step = F.softplus(inputs[..., net.channels :].to(torch.float32) + self._step)  # [S, n, H]
         out = self._kernels.selective_scan(c, b, x * step[..., None], self._rate * step, states["memory"])
         return (out + self._skip[:, None] * x).flatten(2)
+
+    def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """A ``RowsRecurrence``."""
+        assert self._kernels.conv_step is not None and self._kernels.memory_step is not None
+        mixed, gates = inputs[:, : self._net.channels], inputs[:, self._net.channels :]
+        mixed = self._kernels.conv_step(mixed, states["inputs"], rows, self._taps, self._conv_bias, True)
+        return self._kernels.memory_step(mixed, gates, states["memory"], rows, self._rate, self._step, self._skip)
 
 
 def _taps(weights: LayerWeights) -> Tensor:

@@ -17,7 +17,7 @@ from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, RowPlaces
 from snapstream.kernels.pytorch import one_query_attention
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import KVSpec, Window
-from snapstream.models.layers import LatentHeads, Recurrence
+from snapstream.models.layers import LatentHeads, Recurrence, RowsRecurrence
 
 
 class StagingBuffers:
@@ -156,7 +156,9 @@ class StagingView:
         """Heads are those of the tokens ``outputs`` alone from now on, in a layer that stages nothing."""
         self._chunk, self._is_whole = replace(self._chunk, outputs=outputs), False
 
-    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
         """See ``layers.StateView``; a prompt's part is cut where its state is asked for."""
         if self._states is None:
             raise ValueError("this prefill keeps no recurrent states")
@@ -312,9 +314,13 @@ class RowsView:
         keep = None if sink is None else lambda q: sink.put(layer, q)
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)
 
-    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
         """See ``layers.StateView``: one token per row."""
         stored = self._cache.state(layer)
+        if of_rows is not None and self._kernels.conv_step is not None:
+            return of_rows(inputs, stored, self._rows)
         states = {name: tensor[self._rows] for name, tensor in stored.items()}  # [B, ...], copies
         out = recurrence(inputs[:, None], states)[:, 0]
         for name, tensor in stored.items():

@@ -59,7 +59,9 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in (70, 5, 120, 33, 18, 1, 90, 40)]
 
 
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-tied", "qwen2", "qwen3", "lfm2", "qwen3.5", "granite-hybrid", "kimi-linear"]
+)
 def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
     answers = []

@@ -18,7 +18,7 @@ from snapstream.kernels.backends import latents as plain
 from snapstream.kernels.backends.latents import VERSIONS, Case, random_rows
 from snapstream.kernels.interface import HeadNorm, RowPlaces, bind
 from tests.kernels.layers import one_layer
-from tests.kernels.triton import checks, checks_codes, checks_experts, checks_latent
+from tests.kernels.triton import checks, checks_codes, checks_experts, checks_latent, checks_recurrence
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
@@ -47,6 +47,12 @@ def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, dtyp
 def test_decode_attention_capacities(capacity: int) -> None:
     lengths = sorted({1, capacity, max(capacity - 1, 1), capacity // 2 + 1})
     checks.check_decode_attention(8, 2, 128, capacity, [*range(len(lengths))], lengths, torch.bfloat16, "cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("capacity", [100, 4100])
+def test_decode_attention_with_sinks(capacity: int, dtype: torch.dtype) -> None:
+    checks.check_sinks(64, 8, capacity, dtype, "cuda")
 
 
 @dtypes
@@ -212,3 +218,19 @@ def test_a_captured_step_follows_its_inputs() -> None:
         graph.replay()
         want = step(*caches)
         assert torch.equal(out, want) and torch.equal(captured, caches)
+
+
+@dtypes
+@pytest.mark.parametrize("batch", [1, 16, 17])
+@pytest.mark.parametrize("taps", [3, 4, 5])
+def test_conv_step(taps: int, batch: int, dtype: torch.dtype) -> None:
+    checks_recurrence.check_conv_step(8192, taps, batch, silu=taps != 3, dtype=dtype, device="cuda")
+
+
+@dtypes
+@pytest.mark.parametrize("kind", ["delta", "kda", "mamba"])
+@pytest.mark.parametrize("batch", [1, 16, 17])
+@pytest.mark.parametrize(("heads", "sizes"), [((16, 32), (128, 128)), ((1, 48), (128, 64)), ((3, 6), (100, 40))])
+def test_memory_step(kind: str, heads: tuple[int, int], sizes: tuple[int, int], batch: int, dtype: torch.dtype) -> None:
+    """Sizes of Qwen3-Next, of Granite 4.0 H, and odd ones."""
+    checks_recurrence.check_memory_step(kind, heads, sizes, batch, dtype, "cuda")

@@ -18,7 +18,7 @@ from snapstream.config import KVBudget, ReselectionConfig, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kv.spec import State
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import Recurrence
+from snapstream.models.layers import Recurrence, RowsRecurrence
 from tests.parity.heads import queries, split
 from tests.unit.kv import row_by_lists
 
@@ -58,7 +58,9 @@ class _Prompt:
         window = self.windows[layer]
         return torch.stack([attend(q[p], self.cells, p, norm, window) for p in range(len(q))])
 
-    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
         return recurrence(inputs[None], self.states[layer])[0]
 
     def outputs(self, x: Tensor) -> Tensor:

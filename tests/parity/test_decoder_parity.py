@@ -20,7 +20,7 @@ from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kv.spec import KVSpec, State, Window
 from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import Recurrence
+from snapstream.models.layers import Recurrence, RowsRecurrence
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import (
@@ -94,7 +94,9 @@ class FullAttention:
         self.values: dict[int, Tensor] = {}
         self.states: dict[int, dict[str, Tensor]] = {}
 
-    def recur(self, layer: int, inputs: Tensor, recurrence: Recurrence) -> Tensor:
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
         cache = self.spec.layers[layer]
         assert isinstance(cache, State)
         if layer not in self.states:

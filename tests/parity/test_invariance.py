@@ -284,8 +284,8 @@ def sampling() -> list[SamplingParams]:
 class OnTapes:
     """Decode of a GPU: its buckets and samplers, captured. A ``DecodeStep``."""
 
-    def __init__(self, parts: StepParts) -> None:
-        buckets = bucket_sizes(parts.config.max_rows)
+    def __init__(self, parts: StepParts, buckets: tuple[int, ...] = ()) -> None:
+        buckets = buckets or bucket_sizes(parts.config.max_rows)
         self._captured = GraphDecode(parts, Programs(Capturer(), buckets, SAMPLERS, "Capturing"))
 
     def warm_up(self, progress: bool) -> None:
@@ -305,7 +305,7 @@ CAPTURED = partial(build_runner, kernels=bind("cpu", "torch"), make_decode=OnTap
     ("name", "more"),
     [
         ("llama-gqa-tied", {}), ("llama-dynamic", {}), ("qwen3", {"kv_dtype": "fp8"}),
-        ("qwen3", {"reselection": ReselectionConfig(every=8, num_queries=8)}),
+        ("qwen3", {"reselection": ReselectionConfig(every=8, num_queries=8)}), ("lfm2", {}), ("qwen3.5", {}),
     ],
 )  # fmt: skip
 def test_tokens_equal_eager(

@@ -20,20 +20,22 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def decode_split_kernel(
-    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, sinks_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
     scale_log2,
+    stride_sinks,
     stride_q_batch, stride_q_head,
     stride_k_row, stride_k_head, stride_k_slot,
     stride_v_row, stride_v_head, stride_v_slot,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    IS_FP8: tl.constexpr, CAP_LOG2: tl.constexpr,
+    IS_FP8: tl.constexpr, HAS_SINKS: tl.constexpr, CAP_LOG2: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one row; writes the normalised partial result and its log-sum-exp (base 2).
 
     With a single split ``out`` is the result ``[B, H, E]``; else fp32 partials ``[B, H, splits, E]``. FP8 widens to the
     dtype of q, which holds it exactly; its scales, one per row and kv head, are left to the logits and to the end.
-    ``CAP_LOG2`` is the cap of scores times ``LOG2_E``, or 0; with one ``scale_log2`` is times ``2 / cap``.
+    Learned sinks are added where the result is made: here or in the merge. ``CAP_LOG2`` is the cap of scores times
+    ``LOG2_E``, or 0; with one ``scale_log2`` is times ``2 / cap``.
     """
     split, kv_head, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + entry).to(tl.int32)
@@ -76,6 +78,9 @@ def decode_split_kernel(
         acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
         best = new_best
 
+    if HAS_SINKS and NUM_SPLITS == 1:
+        sink = tl.load(sinks_ptr + entry * stride_sinks + query_head, mask=is_head, other=0.0)
+        total += tl.exp2(sink * 1.4426950408889634 - best)
     acc = acc / total[:, None]
     if IS_FP8:
         acc *= tl.load(v_scale_ptr + scale_at)
@@ -88,9 +93,11 @@ def decode_split_kernel(
 
 @triton.jit
 def decode_merge_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr,
+    partial_ptr, lse_ptr, sinks_ptr, lengths_ptr, out_ptr,
+    stride_sinks,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of a head's partial results over the splits that its row reaches, in slot order."""
     query_head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -101,6 +108,8 @@ def decode_merge_kernel(
     lse = tl.load(lse_ptr + base + every, mask=every < num_used, other=float("-inf"))
     best = tl.max(lse, 0)
     total = tl.sum(tl.exp2(lse - best), 0)
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks_ptr + entry * stride_sinks + query_head) * 1.4426950408889634 - best)
 
     dim = tl.arange(0, HEAD_PAD)
     acc = tl.zeros([HEAD_PAD], tl.float32)
@@ -122,42 +131,46 @@ def attend_rows(
     q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
     if keep is not None:
         keep(q)
-    return decode_attention(q, cache, places.rows, places.lengths, norm.cap)
+    return decode_attention(q, cache, places.rows, places.lengths, norm.sinks, norm.cap)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, cap: float | None = None) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """See ``reference.decode_attention``, through the operator."""
     cache.refuse_latents("decode attention in Triton")
     return decode_operator(
-        q, cache.keys, cache.values, cache.layer, rows, lengths, cache.key_scales, cache.value_scales, cap
+        q, cache.keys, cache.values, cache.layer, rows, lengths, cache.key_scales, cache.value_scales, sinks, cap
     )
 
 
 @custom_op("snapstream::decode_attention", mutates_args=())
 def decode_operator(
     q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, cap: float | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """``launch_decode_attention`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
     own = LayerRows(keys, values, layer, key_scales, value_scales)
-    return launch_decode_attention(q, own, rows, lengths, cap=cap)
+    return launch_decode_attention(q, own, rows, lengths, sinks=sinks, cap=cap)
 
 
 @decode_operator.register_fake
 def _(
     q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, cap: float | None = None,
+    key_scales: Tensor | None = None, value_scales: Tensor | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     return q.new_empty(q.shape)
 
 
 def launch_decode_attention(
     q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None,
-    cap: float | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """See ``reference.decode_attention``: ``q [B, H, E]``, ``rows, lengths [B]`` -> ``[B, H, E]``.
+    """See ``reference.decode_attention``: ``q [B, H, E]``, ``rows, lengths [B]``, ``sinks`` fp32 -> ``[B, H, E]``.
 
-    Any strides, as long as the head dimension is contiguous; scales contiguous, for rows in FP8. Every length must be
+    Any strides, as long as the last dimension is contiguous; scales contiguous, for rows in FP8. Every length must be
     >= 1. ``launch`` is for the tuner.
     """
     k, v = cache.k, cache.v
@@ -176,19 +189,24 @@ def launch_decode_attention(
     else:
         partial = torch.empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    sink_logits, stride_sinks = (q, 0) if sinks is None else (sinks, sinks.stride(0) if sinks.dim() == 2 else 0)
     decode_split_kernel[(num_splits, num_kv_heads, batch)](
-        q, k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale, rows, lengths, partial, lse,
+        q, k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale, sink_logits, rows, lengths,
+        partial, lse,
         head_dim**-0.5 * LOG2_E * (1.0 if cap is None else 2.0 / cap),
+        stride_sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
-        IS_FP8=k_scale is not None, CAP_LOG2=(cap or 0.0) * LOG2_E,
+        IS_FP8=k_scale is not None, HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E,
         num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     if num_splits > 1:
         decode_merge_kernel[(num_heads, batch)](
-            partial, lse, lengths, out,
+            partial, lse, sink_logits, lengths, out,
+            stride_sinks,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLIT_SLOTS=launch.split_slots,
-            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, num_warps=4,
+            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=sinks is not None,
+            num_warps=4,
         )  # fmt: skip
     return out

@@ -167,6 +167,12 @@ def code_launch(num_tokens: int, num_out: int, group: int, dtype_bytes: int) -> 
     return CodeLaunch(block=groups, tokens=tokens, rows=rows, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[tokens])
 
 
+def memory_launch(key_dim: int, value_dim: int) -> Launch:
+    """Steps of recurrent layers: 16 KB of a head's fp32 state, a run of its values for all elements of its key."""
+    block = max(_TILE_BYTES // 4 // power_of_two(key_dim), 8)
+    return Launch(block=min(block, power_of_two(value_dim, 8)), num_warps=4)
+
+
 SCORE_SPLIT = 2048  # keys per program of the first pass; a constant, so that N alone fixes the order of the sums
 
 

@@ -82,12 +82,7 @@ def latent_split_kernel(
 def attend_rows(
     heads: Tensor, norm: HeadNorm, rope: CosSin | None, cache: LayerRows, places: RowPlaces, keep: Keep | None
 ) -> Tensor:
-    """See ``reference.attend_rows``, over rows of either kind; of latents ``heads [B, H+1, E]``, which come rotated.
-
-    With attention sinks by plain products: the kernel has none.
-    """
-    if norm.sinks is not None:
-        return reference.attend_rows(heads, norm, rope, cache, places, keep)
+    """See ``reference.attend_rows``, over rows of either kind; of latents ``heads [B, H+1, E]``, which come rotated."""
     if rope is not None:
         return attention.attend_rows(heads, norm, rope, cache, places, keep)
     q, latents = heads[:, :-1], heads[:, -1:]
@@ -150,8 +145,9 @@ def launch_latent_attention(
     )  # fmt: skip
     if num_splits > 1:
         attention.decode_merge_kernel[(num_heads, batch)](
-            partial, lse, lengths, out,
+            partial, lse, q, lengths, out,
+            0,
             NUM_HEADS=num_heads, HEAD_DIM=rank, HEAD_PAD=rank_pad, SPLIT_SLOTS=launch.split_slots,
-            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, num_warps=4,
+            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=False, num_warps=4,
         )  # fmt: skip
     return out

@@ -23,11 +23,13 @@ TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # 
 NAN = float("nan")
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None, cap: float | None = None
+) -> Tensor:
     """The part of ``attend_rows`` that reads rows; imported here, because a machine may be without Triton."""
     from snapstream.kernels.triton import attention
 
-    return attention.decode_attention(q, cache, rows, lengths)
+    return attention.decode_attention(q, cache, rows, lengths, sinks, cap)
 
 
 def norm_rope_write(
@@ -74,14 +76,28 @@ def check_decode_attention(
     )
     q = torch.randn(len(rows), num_heads, head_dim, device=device).to(dtype)
     index, length = torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
-    got = decode_attention(q, cache, index, length, cap)
+    got = decode_attention(q, cache, index, length, cap=cap)
     assert got.dtype == dtype and got.is_contiguous()
     wide = one_layer(cache.k.nan_to_num().float(), cache.v.nan_to_num().float())
     want = reference.decode_attention(q.float(), wide, index, length, None, cap)
     assert_near(got, want, dtype)
     for i in {0, len(rows) - 1}:
-        alone = decode_attention(q[i : i + 1], cache, index[i : i + 1], length[i : i + 1], cap)
+        alone = decode_attention(q[i : i + 1], cache, index[i : i + 1], length[i : i + 1], cap=cap)
         assert torch.equal(alone, got[i : i + 1])
+
+
+def check_sinks(num_heads: int, num_kv_heads: int, capacity: int, dtype: torch.dtype, device: str) -> None:
+    """Learned sinks of heads, and of each entry its own: small ones, and some that take nearly all the weight."""
+    torch.manual_seed(capacity)
+    lengths = [capacity, 1, capacity // 2 + 1]
+    cache = filled_rows(2, num_kv_heads, capacity, 32, dict(enumerate(lengths)), dtype, device)
+    q = torch.randn(3, num_heads, 32, device=device).to(dtype)
+    rows, length = torch.arange(3, device=device), torch.tensor(lengths, device=device)
+    wide = one_layer(cache.k.nan_to_num().float(), cache.v.nan_to_num().float())
+    for shape in ((num_heads,), (3, num_heads)):
+        sinks = torch.randn(shape, device=device) * 6
+        want = reference.decode_attention(q.float(), wide, rows, length, sinks)
+        assert_near(decode_attention(q, cache, rows, length, sinks), want, dtype)
 
 
 def check_decode_attention_strides(

@@ -19,9 +19,19 @@ from snapstream.models.matrix import FEW, make_matrix
 from snapstream.models.registry import read_model_config
 from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.types import SamplingParams
-from tests.kernels.triton import checks, checks_codes, checks_experts, checks_fp8, checks_latent, interpreter
+from tests.kernels.triton import (
+    checks,
+    checks_codes,
+    checks_experts,
+    checks_fp8,
+    checks_latent,
+    checks_recurrence,
+    interpreter,
+)
+from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_decoder_parity import full_attention, run
+from tests.parity.test_invariance import OnTapes
 
 pytestmark = interpreter.interpreted()
 
@@ -68,6 +78,11 @@ def test_decode_attention_of_a_padded_batch(capacity: int) -> None:
     """The padding row, one token long, stands in every unused entry of a batch."""
     rows, lengths = [2, 0, 3, 3, 3], [capacity, 7, 1, 1, 1]
     checks.check_decode_attention(4, 2, 16, capacity, rows, lengths, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize(("heads", "capacity", "dtype"), [((6, 2), 40, DTYPES[0]), ((5, 1), 300, DTYPES[1])])
+def test_decode_attention_with_sinks(heads: tuple[int, int], capacity: int, dtype: torch.dtype) -> None:
+    checks.check_sinks(*heads, capacity, dtype, "cpu")
 
 
 def test_decode_attention_of_any_strides() -> None:
@@ -309,3 +324,53 @@ def test_gather(num_tokens: int, num_kept: int, size: int) -> None:
 
 def test_refusals_of_interpreted_latent() -> None:
     checks_latent.check_latent_refusals("cpu")
+
+
+# Decode steps of recurrent layers equal their references, under Triton's interpreter.
+
+
+@pytest.mark.parametrize(
+    ("channels", "taps", "batch", "silu", "dtype"),
+    [
+        (40, 3, 1, False, torch.float32), (300, 4, 16, True, torch.bfloat16), (256, 5, 17, True, torch.float16),
+        (7, 2, 3, True, torch.float32),
+    ],
+)  # fmt: skip
+def test_conv_step(channels: int, taps: int, batch: int, silu: bool, dtype: torch.dtype) -> None:
+    checks_recurrence.check_conv_step(channels, taps, batch, silu=silu, dtype=dtype, device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["delta", "kda", "mamba"])
+@pytest.mark.parametrize(
+    ("heads", "sizes", "batch", "dtype"),
+    [
+        ((2, 4), (16, 8), 1, torch.float32), ((3, 3), (12, 40), 16, torch.bfloat16),
+        ((1, 6), (24, 20), 17, torch.float16), ((2, 2), (128, 128), 2, torch.bfloat16),
+        ((1, 2), (300, 9), 2, torch.float32),
+    ],
+)  # fmt: skip
+def test_memory_step(kind: str, heads: tuple[int, int], sizes: tuple[int, int], batch: int, dtype: torch.dtype) -> None:
+    """Value heads of few keys, odd sizes, values wider than keys and narrower; more than one program a head."""
+    checks_recurrence.check_memory_step(kind, heads, sizes, batch, dtype, "cpu")
+
+
+def test_refusals_of_interpreted_recurrences() -> None:
+    checks_recurrence.check_refusals("cpu")
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "kimi-linear"])
+def test_captured_steps_with_states_answer_as_eager(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts on two rows, or one and the padding row: plain PyTorch copies states, replays write in place."""
+    folder = save(make_model(name), tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (18, 1, 7)]
+    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 2, 3)]
+
+    def run(make_runner: MakeRunner) -> list[list[int]]:
+        with LLM(folder, budget=16, selector=SnapKV(observation_len=4), max_rows=2, max_model_len=24,
+                 make_runner=make_runner, executor="eager", progress=False) as llm:  # fmt: skip
+            return [output.token_ids for output in llm.generate(prompts, params)]
+
+    expected, captured = run(build_runner), partial(OnTapes, buckets=(2,))
+    tape.install(monkeypatch)
+    assert run(partial(build_runner, kernels=bind("cpu", "triton"), make_decode=captured)) == expected

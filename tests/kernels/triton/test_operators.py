@@ -40,7 +40,7 @@ def heads_and_rows() -> dict[str, Tensor]:
 
 
 def test_operators_say_truly_what_they_change_and_return() -> None:
-    from snapstream.kernels.triton import attention, norm, products, scores
+    from snapstream.kernels.triton import attention, norm, products, recurrence, scores
     from snapstream.kernels.triton import norm as swiglu
     from snapstream.kernels.triton import rows as gather
     from snapstream.kernels.triton import rows as rope_write
@@ -52,8 +52,10 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
     angles, ends = (t["cos"], t["sin"]), torch.tensor([1, 3], dtype=torch.int32)
     narrow = [torch.zeros(3, 4, 2, 40, 16, dtype=torch.uint8).view(FP8.dtype) for _ in "kv"]
     scales = torch.rand(2, 3, 4, 2) + 0.5
+    states, memory, rates = torch.randn(4, 2, 32), torch.randn(4, 2, 4, 8), -torch.rand(2)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (attention.decode_operator, (q, *stacks, 1, t["rows"], t["lengths"]), {}),
+        (attention.decode_operator, (q, *stacks, 1, t["rows"], t["lengths"]), {"sinks": torch.randn(4)}),
         (rope_write.norm_rope_write_operator, (t["heads"], t["norm"], 1e-6, *angles, *stacks, 1, *at), {}),
         (rope_write.norm_rope_operator, (t["heads"], None, 1e-6, *angles, 2), {}),
         (norm.rms_norm, (x, ones, 1e-6), {}),
@@ -63,6 +65,9 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
         (products.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
         (products.code_linear, (x, *groups.quantize(torch.randn(16, 32), 4, 32), None), {}),
+        (recurrence.conv_step, (x, states, t["rows"], torch.randn(3, 32), None, True), {}),
+        (recurrence.memory_step, (x, x[:, :4], memory, t["rows"], rates, -rates, None), {}),
+        (recurrence.memory_step, (x, x[:, :2], memory, t["rows"], rates, -rates, -rates), {}),
         (attention.decode_operator, (q, *narrow, 1, t["rows"], t["lengths"], *scales), {}),
         (rope_write.norm_rope_write_operator, (t["heads"], None, 1e-6, *angles, *narrow, 2, *at, *scales), {}),
         (gather.gather_operator, (*narrow, 1, [1, 3], *staged, index, *scales), {}),
@@ -72,7 +77,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         # what compares before and after has no FP8 in torch; the schema is the same one
         utils = {"test_utils": ("test_faketensor",)} if is_fp8 else {}
         torch.library.opcheck(operator, arguments, named, **utils)
-    modules = (attention, products, products, gather, norm, rope_write, scores, swiglu)
+    modules = (attention, products, gather, norm, recurrence, scores)
     everyone = {
         value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
     }

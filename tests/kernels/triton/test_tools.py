@@ -37,7 +37,7 @@ def test_main_shapes_compile_without_spills() -> None:
     assert {entry["kernel"] for entry in kernels} == {
         "decode_split_kernel", "decode_merge_kernel", "rope_write_kernel", "rms_norm_kernel", "swiglu_kernel",
         "window_lse_kernel", "votes_kernel", "gather_row_kernel", "grouped_linear_kernel",
-        "code_linear_kernel",
+        "code_linear_kernel", "conv_step_kernel", "memory_step_kernel",
     }  # fmt: skip
     reads_fp8 = {entry["kernel"] for entry in kernels if entry["rows"] == "fp8"}
     assert reads_fp8 >= {"decode_split_kernel", "rope_write_kernel", "gather_row_kernel", "grouped_linear_kernel"}

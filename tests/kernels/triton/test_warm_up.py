@@ -61,7 +61,9 @@ def kind_of(value: Any, is_fixed: bool) -> Any:
     return type(value)
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), [("qwen3", "auto"), ("qwen3", "fp8"), ("glm4-moe", "auto")])
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"), [("qwen3", "auto"), ("qwen3", "fp8"), ("glm4-moe", "auto"), ("qwen3.5", "auto")]
+)
 def test_no_request_launches_a_kernel_of_a_new_kind(
     tmp_path: Path, launched: set[tuple[Any, ...]], name: str, kv_dtype: Any
 ) -> None:
@@ -71,6 +73,7 @@ def test_no_request_launches_a_kernel_of_a_new_kind(
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 3)]
     sampling = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, n=n) for n in (2, 1)]
     expected = KERNELS | ({"grouped_linear_kernel"} if "moe" in name else set())
+    expected |= {"conv_step_kernel", "memory_step_kernel"} if name == "qwen3.5" else set()
     with LLM(
         folder, budget=40, selector=SnapKV(observation_len=8), max_rows=4, max_model_len=70, chunk_len=32,
         kv_dtype=kv_dtype, executor="eager", progress=False,
