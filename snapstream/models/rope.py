@@ -122,6 +122,13 @@ class Rope:
         if rope.kind == "longrope" and rope.depends_on_length:
             self.long_frequencies = _default_frequencies(rope.theta, self._rotated) / torch.tensor(rope.long_factors)
             self.long_frequencies = self.long_frequencies.to(device)
+        # Of the whole head, so that cosines and sines are the result without another call: negative ones first, whose
+        # sines have the minus of the rotation. Pairs that are not rotated have the angle 0 and the scale 1.
+        self._signed = self._signed_halves(self.frequencies)  # [E]
+        if self.long_frequencies is not None:
+            self._long_signed = self._signed_halves(self.long_frequencies)
+        scales = F.pad(torch.full((self._rotated // 2,), self.scale), (0, self._num_unrotated), value=1.0)
+        self._scales = torch.cat((scales, scales)).to(device)  # [E]
         self._exponents = (torch.arange(0, self._rotated, 2, dtype=torch.float32) / self._rotated).to(device)  # [r/2]
 
     def angles(self, positions: Tensor, seq_lens: Tensor) -> CosSin:
@@ -130,20 +137,20 @@ class Rope:
         The length counts the tokens of the sequence when this one is fed: the whole prompt in prefill, position + 1 in
         decode. Only dynamic scaling and longrope read it.
         """
-        frequencies = self.frequencies
+        frequencies = self._signed
         if self.config.kind == "dynamic":
-            frequencies = self._dynamic_frequencies(seq_lens)
+            frequencies = self._signed_halves(self._dynamic_frequencies(seq_lens))
         elif self.long_frequencies is not None:
             is_long = seq_lens[:, None] > self.config.original_max_position
-            frequencies = torch.where(is_long, self.long_frequencies, frequencies)  # [T, r/2]
-        angle = positions.to(torch.float32)[:, None] * frequencies  # [T, r/2]
+            frequencies = torch.where(is_long, self._long_signed, frequencies)  # [T, E]
+        angle = (positions.to(torch.float32)[:, None] * frequencies)[:, None]  # [T, 1, E]
         cos, sin = angle.cos(), angle.sin()
-        if self.scale != 1.0:
-            cos, sin = cos * self.scale, sin * self.scale
-        if self._num_unrotated:
-            cos, sin = F.pad(cos, (0, self._num_unrotated), value=1.0), F.pad(sin, (0, self._num_unrotated))  # [T, E/2]
-        # The rotation's minus sign is folded into the sine, so that it is one roll and one multiply-add.
-        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
+        return (cos, sin) if self.scale == 1.0 else (cos * self._scales, sin * self._scales)
+
+    def _signed_halves(self, frequencies: Tensor) -> Tensor:
+        """``[.., r/2]`` to ``[.., E]``: both halves of a head."""
+        padded = F.pad(frequencies, (0, self._num_unrotated))
+        return torch.cat((-padded, padded), dim=-1)
 
     def _dynamic_frequencies(self, seq_lens: Tensor) -> Tensor:
         """NTK-aware base that grows with the sequence, unscaled within the original context: ``[T, r/2]``."""
