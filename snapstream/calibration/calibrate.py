@@ -24,7 +24,6 @@ from snapstream.config.kv import HeadProfile, Shares
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kernels.pytorch import capped_, sink_softmax
-from snapstream.kv.spec import State
 from snapstream.models.chat_template import render_chat
 from snapstream.models.config_json import fingerprint
 from snapstream.models.decoder import Decoder
@@ -189,10 +188,10 @@ class _States:
     """``PromptStates`` of one prompt, then of its copies."""
 
     def __init__(self, decoder: Decoder) -> None:
+        spec = decoder.kv_spec()
         self._states = {
-            layer: {name: torch.zeros(shape, device=decoder.device) for name, shape in own.shapes}
-            for layer, own in enumerate(decoder.kv_spec().layers)
-            if isinstance(own, State)
+            layer: {name: torch.zeros(shape, device=decoder.device) for name, shape in spec.state_shapes(layer)}
+            for layer in range(spec.num_layers)
         }
 
     def copy(self, count: int) -> None:

@@ -193,9 +193,15 @@ class Multipliers:
     residual: float = 1.0  # outputs of attention and of the MLP, before they are added
     attention: float = 1.0  # products of queries and keys, beside the usual 1 / sqrt(E)
     logits: float = 1.0
+    # Of Falcon-H1: outputs of attention, of recurrence beside it and of the MLP; gates before their activation.
+    attention_out: float = 1.0
+    recurrent_out: float = 1.0
+    mlp_out: float = 1.0
+    mlp_gate: float = 1.0  # part of the norm before the MLP; so mlp_out is divided by it
 
     def __post_init__(self) -> None:
-        for name in ("embedding", "residual", "attention", "logits"):
+        for name in ("embedding", "residual", "attention", "logits", "attention_out", "recurrent_out", "mlp_out",
+                     "mlp_gate"):  # fmt: skip
             check(getattr(self, name) > 0, f"the multiplier of {name} is {getattr(self, name)}; it must be over 0")
 
 
@@ -333,12 +339,23 @@ class Mamba2:
     kernel: int  # tokens of the convolution
     has_conv_bias: bool = True
     has_bias: bool = False  # of the projections
+    has_norm: bool = True  # of each group of the output
+    in_multipliers: tuple[float, ...] = ()  # of gates, inputs, B, C and steps as projected (Falcon-H1)
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "groups", "state_dim"):
             check(1 <= getattr(self, name) <= MAX_DIM, f"{name} is {getattr(self, name)}; it must be 1 to {MAX_DIM}")
         check(2 <= self.kernel <= 64, f"a convolution over {self.kernel} tokens is not supported; 2 to 64 are")
         check(self.heads % self.groups == 0, f"{self.heads} heads are no multiple of {self.groups} groups")
+        check(
+            len(self.in_multipliers) in (0, 5) and not (self.in_multipliers and self.has_bias),
+            f"multipliers of Mamba-2 are {self.in_multipliers}; there must be five, and no biases of projections",
+        )
+
+    @property
+    def projected(self) -> tuple[int, ...]:
+        """Numbers that a token is projected to: gates, inputs, B, C, steps."""
+        return self.inner, self.inner, *(2 * (self.groups * self.state_dim,)), self.heads
 
     @property
     def inner(self) -> int:
@@ -390,6 +407,8 @@ class ModelConfig:
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
     recurrent: Recurrent | None = None  # what the recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
+    # All layers have attention too: both read one normed input, and their outputs are added (Falcon-H1).
+    has_parallel_recurrence: bool = False
     # Of layers with a single part and norm each (Nemotron-H): those that are an MLP or experts alone, ascending; the
     # others have none. None: every layer has both parts.
     mlp_layers: tuple[int, ...] | None = None
@@ -464,6 +483,13 @@ class ModelConfig:
                 self.windows is None and self.is_pre_norm,
                 "recurrent layers beside sliding windows or norms of outputs are not supported",
             )
+        if self.has_parallel_recurrence:
+            check(
+                isinstance(self.recurrent, Mamba2) and len(self.recurrent_layers) == self.num_layers
+                and self.mlp_layers is None and self.latent is None and not self.has_attention_gate
+                and self.norms.has_inputs,
+                "attention beside recurrence needs Mamba-2 in all layers, and excludes latents and gates of attention",
+            )  # fmt: skip
         check(len(self.attention_layers) > 0, "a model without any attention layer is not supported")
         if self.mlp_layers is not None:
             check(
@@ -646,7 +672,7 @@ class ModelConfig:
     @property
     def attention_layers(self) -> Sequence[int]:
         """Indices of the layers that keep keys and values."""
-        if not self.recurrent_layers:
+        if not self.recurrent_layers or self.has_parallel_recurrence:
             return range(self.num_layers)
         others = {*self.recurrent_layers, *(self.mlp_layers or ())}
         return tuple(index for index in range(self.num_layers) if index not in others)
@@ -660,6 +686,11 @@ class ModelConfig:
 
     def describe_windows(self) -> str:
         """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
+        if self.has_parallel_recurrence:
+            return (
+                f"recurrent states: each of {self.num_layers} layers keeps a state of constant size beside its slots, "
+                "to which the budget applies"
+            )
         if self.recurrent_layers:
             count, rest = len(self.recurrent_layers), len(self.attention_layers)
             others = f"the other {rest}" if self.mlp_layers is None else f"the {rest} of attention"

@@ -193,7 +193,8 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     gates = heads if model.has_attention_gate else 0
     projected = inner
     if latent is None:
-        projected = max(inner, *map(partial(_projected, model, gates), range(model.num_layers)))
+        heads_of = map(partial(_projected, model, gates), range(model.num_layers))
+        projected = inner + max(heads_of) if model.has_parallel_recurrence else max(inner, *heads_of)
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.widest_head)
     wide = model.hidden_size * (2 if model.norms.has_outputs or model.is_parallel else 1)
     angles = model.widest_head * (1 if model.window_rope is None else 2)
@@ -296,6 +297,8 @@ def _scratch_bytes_cpu(model: ModelConfig, config: EngineConfig) -> int:
 
 def _why_not_cpu(model: ModelConfig, config: EngineConfig) -> str | None:
     problem = why_not_looped_cpu(model, dtype=config.dtype, device=config.device)
+    if model.has_parallel_recurrence and config.parallel.size > 1:
+        return f"{model.architecture} has attention and recurrence side by side in a layer, which it runs on one rank"
     return problem or why_not_looped_ranks(config.parallel)
 
 

@@ -54,12 +54,14 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.layers import bias_of_sum, expert_bias_of_sum
 from snapstream.models.matrix import MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
+from snapstream.models.recurrent import in_scales
 from snapstream.models.rope import Rope
 from snapstream.models.weights import LayerWeights
 
 _VECTORS = (
     "input_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "sinks", "per_layer_in_norm",
 )  # fmt: skip
+_BOTH = 3  # as abi.h: the kind of layers with attention and recurrence
 _BESIDE = ("mlp_part_norm", "experts_norm", "experts_part_norm", "router_scale", "expert_scale")
 
 
@@ -114,6 +116,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         window_frequencies=None if window_rope is None else address(window_rope.frequencies),
         window_rope_scale=1.0 if window_rope is None else window_rope.scale,
         embed_multiplier=decoder.embedding_multiplier, residual_multiplier=multipliers.residual,
+        attention_multiplier=multipliers.attention_out, mlp_multiplier=multipliers.mlp_out / multipliers.mlp_gate,
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
         has_attention_gate=config.has_attention_gate, is_parallel=config.is_parallel, is_centered=config.is_centered,
@@ -168,6 +171,8 @@ def _kinds(config: ModelConfig) -> Tensor:
         others = tuple(layer for layer in layers if not any(layer in own for own in kinds))
         of = {layer: (kind, own.index(layer)) for kind, own in enumerate((*kinds, others)) for layer in own}
         tables += zip(*(of[layer] for layer in layers), strict=True)
+    if config.has_parallel_recurrence:
+        tables[0] = (_BOTH,) * config.num_layers
     return torch.tensor(tables)
 
 
@@ -229,9 +234,9 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
         stacks = "delta_in", "delta_out"
     elif isinstance(net, Mamba2):
         given = {
-            "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors["mamba_norm"],
+            "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors.get("mamba_norm"),
             "skip": vectors["mamba_skip"], "conv_bias": vectors.get("conv_bias"),
-            "in_bias": vectors.get("mamba_in_bias"),
+            "in_bias": vectors.get("mamba_in_bias"), "in_scales": in_scales(net),
             "out_bias": bias_of_sum(vectors.get("mamba_out_bias"), decoder.group),
         }  # fmt: skip
         sizes = {"key_heads": net.groups, "value_heads": net.heads, "key_dim": net.state_dim, "value_dim": net.head_dim}
@@ -244,6 +249,7 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
         sizes, stacks = {}, ("conv_in", "conv_out")
     recurrent = Recurrent(
         taps=address(taps), kernel=net.kernel, channels=net.channels, drafted=num_drafted, **sizes,
+        out_multiplier=config.multipliers.recurrent_out,
         **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])},
         **{name: address(tensor) for name, tensor in given.items()},
     )  # fmt: skip
@@ -463,7 +469,7 @@ def _rows(parts: StepParts) -> RowTable:
     layers = [cache.spec.layers[source] for source in sources]
     windows = [own.num_tokens if isinstance(own, Window) else 0 for own in layers]
     slots_of_layers = [cache.layer_slots[source] for source in sources]
-    states = [cache.state(layer) if isinstance(own, State) else {} for layer, own in enumerate(cache.spec.layers)]
+    states = list(map(cache.state, range(cache.spec.num_layers)))
     memories = [[0 if name not in own else address(own[name]) for own in states] for name in ("inputs", "memory")]
     stored = zip(*(_stored(cache, source) for source in sources), strict=True)
     tables = torch.tensor([slots_of_layers, windows, *memories, *stored])  # [8, L]

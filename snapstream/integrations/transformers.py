@@ -220,6 +220,11 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
         raise ValueError(
             f"{model.architecture} has layers that differ in their heads, which SnapStreamCache does not support"
         )
+    if model.has_parallel_recurrence:
+        raise ValueError(
+            f"{model.architecture} has attention and recurrence side by side in a layer, which SnapStreamCache does "
+            "not support"
+        )
     if model.has_sinks:
         raise ValueError(f"{model.architecture} has learned attention sinks, which SnapStreamCache does not support")
     if model.score_cap is not None:

@@ -42,7 +42,7 @@ from snapstream.kernels.formats import ENCODINGS, Encoding
 from snapstream.kernels.interface import Kernels, RowPlaces, bind
 from snapstream.kernels.reference import gather_tokens
 from snapstream.kernels.rows import LayerRows
-from snapstream.kv.spec import Full, KVSpec, LayerCache, State
+from snapstream.kv.spec import Full, KVSpec, LayerCache
 
 
 class BatchShard(NamedTuple):
@@ -259,10 +259,8 @@ class KVCache:
         layers = map(spec.source, range(spec.num_layers))
         self._blocks = [self._block_rows(layer) for layer in layers] if self._has_blocks else []
         self._states = [
-            {name: _zeros((num_rows + 1, *shape), torch.float32, torch.device(device)) for name, shape in layer.shapes}
-            if isinstance(layer, State)
-            else {}
-            for layer in spec.layers
+            {name: _zeros((num_rows + 1, *shape), torch.float32, torch.device(device)) for name, shape in shapes}
+            for shapes in map(spec.state_shapes, range(spec.num_layers))
         ]
 
     def has_own_heads(self, layer: int) -> bool:
@@ -278,7 +276,7 @@ class KVCache:
         return LayerRows(*self._kernel_kv, index, *self._kernel_scales, self.spec.values_are_keys)
 
     def state(self, layer: int) -> Mapping[str, Tensor]:
-        """The recurrent state of a layer, ``[rows+1, ...]`` fp32 each; empty for a layer with slots."""
+        """The recurrent state of a layer, ``[rows+1, ...]`` fp32 each; empty for a layer without."""
         return self._states[layer]
 
     def copy_state(self, layer: int, source: int, rows: Sequence[int]) -> None:

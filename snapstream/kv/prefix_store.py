@@ -33,7 +33,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from snapstream.kv.prefix_folder import PrefixFolder
-from snapstream.kv.spec import Full, KVSpec, Latent, State
+from snapstream.kv.spec import Full, KVSpec, Latent
 from snapstream.step import StoredBlock
 from snapstream.types import NAMESPACE_BORDER
 
@@ -101,13 +101,11 @@ class PrefixBlocks:
 
     def state(self, snapshot: int, layer: int) -> dict[str, Tensor]:
         """Views of the states of a recurrent layer in a snapshot, fp32 by name."""
-        own = self.spec.layers[layer]
-        assert isinstance(own, State)
-        before = [other.num_bytes for other in self.spec.layers[:layer] if isinstance(other, State)]
+        shapes, before = self.spec.state_shapes(layer), map(self.spec.layer_state_bytes, range(layer))
         pieces = self.snapshot(snapshot)[sum(before) // STATE_BYTES :]
-        sizes = [prod(shape) for _, shape in own.shapes]
+        sizes = [prod(shape) for _, shape in shapes]
         parts = pieces[: sum(sizes)].split(sizes)
-        return {name: part.view(shape) for (name, shape), part in zip(own.shapes, parts, strict=True)}
+        return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
 def split(layer: Full, piece: Tensor, num_tokens: int) -> tuple[Tensor, Tensor | None]:

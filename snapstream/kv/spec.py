@@ -4,6 +4,7 @@ A row is the sum of its layers' caches. ``Full`` layers hold the slots of the ro
 (sliding-window attention) hold a ring of the last tokens, all that the model attends to. ``Latent`` layers (DeepSeek)
 hold one latent per slot for all heads; its first ``value_dim`` elements are the value. ``State`` layers (recurrent
 layers, short convolutions) hold tensors of constant size and no slots; layers without attention or recurrence none.
+A layer with attention and recurrence side by side (Falcon-H1) is ``Full`` and has such tensors too.
 ``Shared`` layers (Gemma 4) hold nothing: they attend to the slots of an earlier layer.
 """
 
@@ -35,6 +36,7 @@ class Full:
     num_kv_heads: int  # G
     key_dim: int  # elements of a key or query per head
     value_dim: int  # elements of a value per kv head
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of the state that it has beside slots, as ``State``
 
     def budget(self, row_budget: KVBudget) -> KVBudget:
         """Slots of each kv head of this layer in a row with ``row_budget``."""
@@ -87,11 +89,6 @@ class State:
     def num_slots(self, capacity: int) -> int:
         """None: a state is no slot."""
         return 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a sequence's state."""
-        return 4 * sum(prod(shape) for _, shape in self.shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,12 +214,21 @@ class KVSpec:
     @property
     def has_states(self) -> bool:
         """Whether any layer has a recurrent state."""
-        return any(isinstance(layer, State) for layer in self.layers)
+        return any(map(self.state_shapes, range(self.num_layers)))
+
+    def state_shapes(self, layer: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The tensors of a layer's state by name; none of a layer without."""
+        own = self.layers[layer]
+        return () if isinstance(own, Shared) else own.shapes
+
+    def layer_state_bytes(self, layer: int) -> int:
+        """Bytes of the state of a row in a layer."""
+        return 4 * sum(prod(shape) for _, shape in self.state_shapes(layer))
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the states of a row."""
-        return sum(layer.num_bytes for layer in self.layers if isinstance(layer, State))
+        return sum(map(self.layer_state_bytes, range(self.num_layers)))
 
     @property
     def num_kv_heads(self) -> int:
@@ -388,14 +394,17 @@ def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
         return State(shapes=())
     if (source := model.source_of(index)) != index:
         return Shared(source=source)
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     if index in model.recurrent_layers:
         assert model.recurrent is not None
-        return State(shapes=model.recurrent.state_shapes)
+        shapes = model.recurrent.state_shapes
+        if not model.has_parallel_recurrence:
+            return State(shapes=shapes)
     if latent is not None:
         return Latent(
             num_kv_heads=1, key_dim=latent.latent_dim, value_dim=latent.kv_rank, expanded_dim=latent.expanded_dim
         )
     heads, size = model.heads_of(index)
     if window is None:
-        return Full(num_kv_heads=heads, key_dim=size, value_dim=size)
+        return Full(num_kv_heads=heads, key_dim=size, value_dim=size, shapes=shapes)
     return Window(num_kv_heads=heads, key_dim=size, value_dim=size, num_tokens=window)

@@ -388,8 +388,8 @@ def load_weights(
                         whole_format = format_of(whole_specs[part.target], dtype_name, formats)
                         numbers = _read_floats(shard, name, cut, whole_format if spec.is_float else None)
                         bounds[own] = _bounds(numbers, format_of(spec, dtype_name, formats))
-                        if spec.offset:
-                            numbers = numbers.float() + spec.offset
+                        if spec.offset or spec.factor != 1.0:
+                            numbers = (numbers.float() + spec.offset) * spec.factor
                         weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
                     bar.update()
                     num_read += _num_elements(cut)

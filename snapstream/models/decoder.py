@@ -32,7 +32,7 @@ from snapstream.models.latent import (
 )
 from snapstream.models.layers import DenseLayer, KVView, LayerEnd, MlpLayer, TokenInputs, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
-from snapstream.models.recurrent import RECURRENT_LAYERS
+from snapstream.models.recurrent import RECURRENT_LAYERS, MambaBesideAttention
 from snapstream.models.registry import FAMILIES, kv_spec_of
 from snapstream.models.rope import Rope
 from snapstream.models.weights import DecoderWeights, LayerWeights
@@ -286,7 +286,8 @@ class Decoder:
     def _layers(self, weights_of: Callable[[int], LayerWeights]) -> list[Layer]:
         classes = [_layer_class(self.config)] * self.config.num_layers
         for index in self.config.recurrent_layers:
-            classes[index] = RECURRENT_LAYERS[type(self.config.recurrent)]
+            own = RECURRENT_LAYERS[type(self.config.recurrent)]
+            classes[index] = MambaBesideAttention if self.config.has_parallel_recurrence else own
         if self.config.mlp_layers is not None:
             for index in self.config.mlp_layers:
                 classes[index] = MlpLayer

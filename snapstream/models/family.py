@@ -69,6 +69,7 @@ class Recipe(TypedDict, total=False):
     has_attention_gate: bool
     recurrent: Recurrent  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
+    has_parallel_recurrence: bool  # they have attention too, and are all layers
     mlp_layers: tuple[int, ...]  # layers have a single part each: these an MLP or experts
     has_sinks: bool  # a learned attention sink per query head
     moe: MoEConfig | None  # experts instead of the MLP

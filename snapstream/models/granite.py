@@ -129,7 +129,7 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
         "mamba_decay": plain(net.heads, "A_log"),
         "mamba_step": plain(net.heads, "dt_bias"),
         "mamba_skip": plain(net.heads, "D"),
-        "mamba_norm": plain(net.inner, "norm.weight"),
+        **({"mamba_norm": plain(net.inner, "norm.weight")} if net.has_norm else {}),
         "mamba_out": TensorSpec(shape=(hidden, net.inner), parts={f"{prefix}.out_proj.weight": ()}, shard_dim=1),
     }
     if net.has_conv_bias:

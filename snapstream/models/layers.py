@@ -360,7 +360,9 @@ class DenseLayer:
         self._mlp_out_norm = weights.optional("mlp_out_norm")
         has_mlp = config.mlp_layers is None or index in config.mlp_layers
         self._mlp = mlp_of(config, weights, kernels, group) if has_mlp else None
-        self._multiplier, self._is_centered = config.multipliers.residual, config.is_centered
+        own, self._is_centered = config.multipliers, config.is_centered
+        self._attention_multiplier = own.residual * own.attention_out
+        self._mlp_multiplier = own.residual * own.mlp_out / own.mlp_gate
         self._is_parallel = config.is_parallel
         self._read_mixer(config, weights)
 
@@ -395,6 +397,10 @@ class DenseLayer:
         else:
             given = SumNorm(residual, pending, self._input_norm, self._eps)
             heads = self._qkv.multiply_normed(given, self._qkv_bias, self._kernels)
+        return self._attend_heads(heads, rope, view)
+
+    def _attend_heads(self, heads: Tensor, rope: CosSin, view: KVView) -> Tensor:
+        """``heads [T, (H+2G)E]`` as projected; returns ``[T', H, E]``."""
         for columns, weight in self._whole_norms:
             heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
         if self._scales_queries:
@@ -420,25 +426,30 @@ class DenseLayer:
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See ``models.decoder.Layer.finish``."""
-        projected = self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)  # [T', D]
+        projected = self._projected(attended)
         if self._is_parallel:
             assert self._input_norm is not None and self._mlp is not None
             output = self._mlp.of_norm(SumNorm(residual, None, self._input_norm, self._eps))
-            return self._ended(self._group.all_reduce(projected.add_(output)), None)
-        projected = self._ended(self._group.all_reduce(projected), self._attention_out_norm)
+            return self._ended(self._group.all_reduce(projected.add_(output)), None, self._mlp_multiplier)
+        reduced = self._group.all_reduce(projected)
+        projected = self._ended(reduced, self._attention_out_norm, self._attention_multiplier)
         if self._mlp is None:
             return projected
         if self._post_norm is None:
             output = self._mlp(residual.add_(projected))
         else:
             output = self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps))
-        return self._ended(self._group.all_reduce(output), self._mlp_out_norm)
+        return self._ended(self._group.all_reduce(output), self._mlp_out_norm, self._mlp_multiplier)
 
-    def _ended(self, output: Tensor, norm: Tensor | None) -> Tensor:
+    def _projected(self, attended: Tensor) -> Tensor:
+        """What the part that mixes tokens adds ``[T', D]``, of this rank's heads; not multiplied yet."""
+        return self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
+
+    def _ended(self, output: Tensor, norm: Tensor | None, multiplier: float) -> Tensor:
         """An output as it is added to the residual stream."""
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
         output = output.sub_(output.mean(-1, keepdim=True)) if self._is_centered else output
-        return output if self._multiplier == 1.0 else output.mul_(self._multiplier)
+        return output if multiplier == 1.0 else output.mul_(multiplier)
 
 
 class MlpLayer(DenseLayer):
@@ -455,7 +466,7 @@ class MlpLayer(DenseLayer):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """See ``models.decoder.Layer.finish``."""
         assert self._mlp is not None
-        return self._ended(self._group.all_reduce(self._mlp(attended)), None)
+        return self._ended(self._group.all_reduce(self._mlp(attended)), None, self._mlp_multiplier)
 
 
 def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNorm:

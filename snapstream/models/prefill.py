@@ -247,10 +247,12 @@ class LayerPass:
                 kept[offset + skip : offset + segment.length] = queries_at(slice(place.start + skip, place.stop))
 
     def _end_layer(self, layer: int) -> None:
-        if isinstance(self._buffers.spec.layers[layer], State):
+        own = self._buffers.spec.layers[layer]
+        if isinstance(own, State) or self._buffers.spec.state_shapes(layer):
             for prompt in range(len(self._queries)):
                 assert self._states is not None
                 self._states.done(prompt, layer)
+        if isinstance(own, State):
             return
         is_shared = isinstance(self._buffers.spec.layers[layer], Shared)
         for prompt in range(len(self._queries)):

@@ -124,18 +124,28 @@ class Mamba2Layer(DenseLayer):
             bias_of_sum(weights.optional("mamba_out_bias"), self._group),
         )
         self._taps, self._conv_bias = _taps(weights), weights.optional("conv_bias")
-        self._out_norm, self._skip = weights.vector("mamba_norm"), weights.vector("mamba_skip")  # [I], [H]
+        self._out_norm, self._skip = weights.optional("mamba_norm"), weights.vector("mamba_skip")  # [I], [H]
+        scales = in_scales(self._net)
+        self._scales = None if scales is None else scales.to(self._skip.device)
         self._rate, self._step = -weights.vector("mamba_decay").exp(), weights.vector("mamba_step")  # [H] fp32
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``."""
         assert self._input_norm is not None and isinstance(view, StateView)
         given = SumNorm(residual, pending, self._input_norm, self._eps)
-        projected = self._in.multiply_normed(given, self._in_bias, self._kernels)  # [T, I + C + H]
+        return self._scan(self._in.multiply_normed(given, self._in_bias, self._kernels), view)
+
+    def _scan(self, projected: Tensor, view: StateView) -> Tensor:
+        """From ``z | x | B | C | dt`` of tokens, ``[T, I + C + H]``, to what the last product takes, ``[T', I]``."""
         inner = self._net.inner
+        if self._scales is not None:
+            projected = projected * self._scales.to(projected.dtype)
         out = view.recur(self._index, projected[:, inner:], self._recur, self._recur_rows)
         z = view.outputs(projected[:, :inner]).to(torch.float32)
-        grouped = (out.view_as(z) * F.silu(z)).unflatten(1, (self._net.groups, -1))
+        gated = out.view_as(z) * F.silu(z)
+        if self._out_norm is None:
+            return gated.to(projected.dtype)
+        grouped = gated.unflatten(1, (self._net.groups, -1))
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
         return (normed.flatten(1) * self._out_norm).to(projected.dtype)
 
@@ -159,6 +169,40 @@ class Mamba2Layer(DenseLayer):
         mixed, gates = inputs[:, : self._net.channels], inputs[:, self._net.channels :]
         mixed = self._kernels.conv_step(mixed, states["inputs"], rows, self._taps, self._conv_bias, True)
         return self._kernels.memory_step(mixed, gates, states["memory"], rows, self._rate, self._step, self._skip)
+
+
+class MambaBesideAttention(Mamba2Layer):
+    """A layer with attention and Mamba-2 over one normed input, whose outputs are added (Falcon-H1).
+
+    What it hands on between its halves is the attended heads and the output of the scan side by side.
+    """
+
+    def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
+        super()._read_mixer(config, weights)
+        self._mamba_out, self._mamba_out_bias = self._o, self._o_bias
+        DenseLayer._read_mixer(self, config, weights)
+        self._multipliers, self._attention_multiplier = config.multipliers, config.multipliers.residual
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        assert self._input_norm is not None and isinstance(view, StateView)
+        x = self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps))
+        attended = self._attend_heads(self._qkv.multiply(x, self._qkv_bias, self._kernels), rope, view)
+        scanned = self._scan(self._in.multiply(x, self._in_bias, self._kernels), view)
+        return torch.cat((attended.flatten(1), scanned), dim=1)
+
+    def _projected(self, attended: Tensor) -> Tensor:
+        heads, scanned = attended.split((attended.shape[1] - self._net.inner, self._net.inner), dim=1)
+        output = self._o.multiply(heads.contiguous(), self._o_bias, self._kernels)
+        mixed = self._mamba_out.multiply(scanned.contiguous(), self._mamba_out_bias, self._kernels)
+        return output.mul_(self._multipliers.attention_out).add_(mixed, alpha=self._multipliers.recurrent_out)
+
+
+def in_scales(net: Mamba2) -> Tensor | None:
+    """What the numbers that a token is projected to are multiplied by, ``[I + C + H]`` fp32."""
+    if not net.in_multipliers:
+        return None
+    return torch.repeat_interleave(torch.tensor(net.in_multipliers), torch.tensor(net.projected))
 
 
 def _taps(weights: LayerWeights) -> Tensor:

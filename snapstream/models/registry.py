@@ -30,6 +30,7 @@ from snapstream.models.config_json import (
     whole_number,
 )
 from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
+from snapstream.models.falcon import FALCON_H1
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT_PART, GEMMA4, GEMMA4_TEXT_PART
 from snapstream.models.gguf_header import is_gguf
@@ -107,6 +108,7 @@ FAMILIES: Registry[Family] = Registry(
         "KimiLinearForCausalLM": KIMI_LINEAR,
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
+        "FalconH1ForCausalLM": FALCON_H1,
         "GraniteForCausalLM": GRANITE,
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "NemotronHForCausalLM": NEMOTRON_H,

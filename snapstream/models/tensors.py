@@ -55,6 +55,7 @@ class TensorSpec:
     # The checkpoint has the matrices transposed, [.., in, out]; ``row_order`` and ``shard_dim`` count as stored here.
     is_transposed: bool = False
     offset: float = 0.0  # what is added to the numbers of the checkpoint
+    factor: float = 1.0  # what the sum is multiplied by
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
 
     def layers_of(self, num_layers: int) -> Sequence[int]:

@@ -43,7 +43,9 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
         num_kv_heads=spec.num_kv_heads,
         heads=config.heads,
         windows=tuple(own.num_tokens if isinstance(own, Window) else None for own in spec.layers),
-        states=tuple(own.num_bytes if isinstance(own, State) else None for own in spec.layers),
+        states=tuple(
+            spec.layer_state_bytes(layer) if isinstance(own, State) else None for layer, own in enumerate(spec.layers)
+        ),
     )
 
 

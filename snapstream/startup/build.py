@@ -299,6 +299,11 @@ def make_connector(
             f"heads: KV transfer with per-head budgets is not supported for {model.architecture}, whose layers are of "
             "several kinds"
         )
+    if model.has_parallel_recurrence:
+        raise ValueError(
+            f"{model.architecture} has attention and recurrence side by side in a layer, which KV transfer does not "
+            "support"
+        )
     if model.recurrent_layers and config.parallel.size > 1:
         raise ValueError(
             f"{model.architecture} has recurrent layers, whose states are transferred between engines of one device; "

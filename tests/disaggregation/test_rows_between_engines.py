@@ -12,7 +12,6 @@ import pytest
 from snapstream.config import ROW_FORMATS, KVBudget, PrefixStoreConfig, ReselectionConfig
 from snapstream.config.kv import HeadProfile
 from snapstream.kv.selectors.snapkv import SnapKV
-from snapstream.kv.spec import State
 from snapstream.models.config_json import fingerprint as checkpoint_fingerprint
 from snapstream.plan.memory import row_sizes
 from snapstream.step import KVTransferFailed
@@ -206,8 +205,14 @@ def test_rows_with_states(name: str, tmp_path: Path) -> None:
         sizes = row_sizes(pair.answerer.model_config, config)
         planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
         assert pair.answerer.engine.transfer_stats.num_bytes == planned
-        states = [own.num_bytes for own in spec.layers if isinstance(own, State)]
-        assert sum(sizes.layer_bytes(120, BUDGET)) == sum(states) + spec.num_slot_layers * 32 * spec.slot_bytes()
+        assert sum(sizes.layer_bytes(120, BUDGET)) == spec.state_bytes + spec.num_slot_layers * 32 * spec.slot_bytes()
+
+
+def test_layers_with_slots_and_a_state_are_refused(tmp_path: Path) -> None:
+    folder = save(make_model("falcon-h1"), tmp_path)
+    refused = pytest.raises(ValueError, match="attention and recurrence side by side in a layer, which KV transfer")
+    with refused, joined(folder, budget=BUDGET, max_model_len=160):
+        pass
 
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])

@@ -29,6 +29,14 @@ MAMBA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
 
+FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 120, "mamba_n_heads": 6, "mamba_d_head": 20, "mamba_d_state": 12, "mamba_n_groups": 1,
+    "mamba_d_conv": 3, "mamba_chunk_size": 16, "mamba_rms_norm": False, "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.3, "key_multiplier": 0.4,
+    "ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.7, 0.8, 1.4],
+    "mlp_multipliers": [0.7, 1.6],
+}  # fmt: skip
+
 NEMOTRON: dict[str, Any] = {
     "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 12, "n_groups": 2, "conv_kernel": 3, "chunk_size": 16,
     "head_dim": 20, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
@@ -205,6 +213,20 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MAMBA, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
          "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
          "mamba_conv_bias": False, "mamba_proj_bias": True, "tie_word_embeddings": True},
+    ),
+    "falcon-h1": (  # attention and Mamba-2 side by side, all multipliers
+        "FalconH1Config",
+        {**FALCON, "num_key_value_heads": 1, "mamba_conv_bias": True},
+    ),
+    "falcon-h1-norm": (
+        "FalconH1Config",
+        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 2, "head_dim": 20,
+         "tie_word_embeddings": True, "mamba_conv_bias": False},
+    ),
+    "falcon-h1-panels": (
+        "FalconH1Config",
+        {**FALCON, "head_dim": 16, "mamba_d_ssm": 96, "mamba_n_heads": 4, "mamba_d_head": "auto",
+         "mlp_multipliers": None, "ssm_multipliers": None},
     ),
     "granite-4-dense": (  # without Mamba-2 a Granite with rotated heads
         "GraniteMoeHybridConfig",
@@ -416,7 +438,7 @@ ARCHITECTURES |= {
 }
 
 
-HYBRIDS = ("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear")
+HYBRIDS = ("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear", "falcon")
 RECURRENT = [name for name in ARCHITECTURES if name.startswith(HYBRIDS)]
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from evals.selectors import Random, Variant, as_variant
 from snapstream.config import KVBudget, ReselectionConfig, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kv.spec import State
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence, RowsRecurrence
 from tests.parity.heads import queries, split
@@ -111,9 +110,8 @@ class ListsEngine:
             own or [other for _ in heads] for own, other, heads in zip(given, by_layer, layers, strict=True)
         ]
         self.states = {
-            layer: {name: torch.zeros(1, *shape) for name, shape in own.shapes}
-            for layer, own in enumerate(decoder.kv_spec().layers)
-            if isinstance(own, State)
+            layer: {name: torch.zeros(1, *shape) for name, shape in decoder.kv_spec().state_shapes(layer)}
+            for layer in range(decoder.config.num_layers)
         }
         self.reselection = reselection
         self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for heads in layers]  # by position
@@ -133,7 +131,7 @@ class ListsEngine:
                 whole[layer] = [list(own) for own in self.cells[layer]]
             view = _Prompt(self, whole[source])
             hidden = self.decoder.layer(layer, hidden, rope, view, inputs)
-            if source == layer and layer not in self.states:
+            if layer in self.decoder.kv_spec().slot_layer_indices:
                 self.cells[layer] = [list(own) for own in whole[layer]]
                 self._compress(layer, view.queries, view.keys, len(prompt))
         tokens, logprobs = [], []

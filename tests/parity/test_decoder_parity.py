@@ -17,7 +17,7 @@ from torch import Tensor
 
 from snapstream.config import WeightFormat
 from snapstream.kernels.interface import CosSin, HeadNorm
-from snapstream.kv.spec import KVSpec, State, Window
+from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence, RowsRecurrence
@@ -97,10 +97,8 @@ class FullAttention:
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
     ) -> Tensor:
-        cache = self.spec.layers[layer]
-        assert isinstance(cache, State)
         if layer not in self.states:
-            self.states[layer] = {name: torch.zeros(1, *shape) for name, shape in cache.shapes}
+            self.states[layer] = {name: torch.zeros(1, *shape) for name, shape in self.spec.state_shapes(layer)}
         return recurrence(inputs[None], self.states[layer])[0]
 
     def outputs(self, x: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
     if architecture.startswith("Gemma4"):
         found |= draw_gemma4(random, size, heads)
-    if family.other_layer_types:
+    if architecture.startswith("Falcon"):
+        found |= draw_falcon(random, size)
+    elif family.other_layer_types:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
         if architecture.startswith("Granite"):
             found |= draw_mamba(random, size, found["hidden_size"])
@@ -180,6 +182,21 @@ def draw_mamba(random: Random, size: Sizes, hidden: int) -> dict[str, Any]:
         "mamba_proj_bias": random.random() < 0.5, "shared_intermediate_size": size.inputs(100),
         "position_embedding_type": random.choice([None, "rope"]), "attention_multiplier": random.choice([1.0, 0.1]),
         "residual_multiplier": 0.6, "logits_scaling": 2.0, "embedding_multiplier": 3.0,
+    }  # fmt: skip
+
+
+def draw_falcon(random: Random, size: Sizes) -> dict[str, Any]:
+    """Mamba-2 beside attention, and the multipliers around both."""
+    groups = size.any(1, 3)
+    heads = groups * size.any(1, 3)
+    names = "embedding", "lm_head", "attention_in", "attention_out", "key", "ssm_in", "ssm_out"
+    return {
+        "mamba_d_ssm": heads * size.inputs(60, times=heads), "mamba_n_heads": heads, "mamba_n_groups": groups,
+        "mamba_d_state": size.any(1, 140), "mamba_d_conv": size.any(2, 6), "mamba_conv_bias": random.random() < 0.5,
+        "mamba_rms_norm": random.random() < 0.5, "mamba_norm_before_gate": False, "attention_bias": False,
+        "mlp_bias": False, "ssm_multipliers": [random.uniform(0.5, 1.5) for _ in range(5)],
+        "mlp_multipliers": [random.uniform(0.5, 1.5) for _ in range(2)],
+        **{f"{name}_multiplier": random.uniform(0.5, 1.5) for name in names},
     }  # fmt: skip
 
 

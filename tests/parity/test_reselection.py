@@ -54,7 +54,9 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3", "deepseek-v3-dense", "gpt-oss-full", "gemma2-full"])
+@pytest.mark.parametrize(
+    "name", ["llama-gqa-tied", "qwen3", "deepseek-v3-dense", "gpt-oss-full", "gemma2-full", "falcon-h1"]
+)
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     """Rows of different lengths decode side by side; the lists know of one."""
     budget, selector, reselection = CASES[case]

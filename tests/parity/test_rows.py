@@ -57,7 +57,16 @@ LENGTHS = (3, 17, 33, 48, 60)
 @pytest.mark.parametrize("case", range(len(CASES)))
 @pytest.mark.parametrize(
     "name",
-    ["llama-gqa-tied", "qwen3", "llama-dynamic", "deepseek-v3-dense", "gpt-oss", "gemma2", "gemma4-shared"],
+    [
+        "llama-gqa-tied",
+        "qwen3",
+        "llama-dynamic",
+        "deepseek-v3-dense",
+        "gpt-oss",
+        "gemma2",
+        "gemma4-shared",
+        "falcon-h1",
+    ],
 )
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     budget, selector = CASES[case]
@@ -144,6 +153,8 @@ BORDERS = (1, 20, 21, 22, 31, 32, 33, 34, 63, 64, 65, 96, 97, 2, 41, 42, 43)
         "hy3",
         "mellum",
         "dots1",
+        "falcon-h1",
+        "falcon-h1-norm",
         "gemma2",
         "gemma4",
         "gemma4-shared",

@@ -76,6 +76,11 @@ MODELS["beside"] = MODELS["shared"] | {
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 16,
     "top_k_experts": 4, "moe_intermediate_size": 256, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
 }  # fmt: skip
+# Attention and Mamba-2 in one layer, whose projections lie side by side.
+MODELS["side by side"] = COMMON | {
+    "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 768, "mamba_n_heads": 12, "mamba_d_state": 64,
+    "num_hidden_layers": 2,
+}  # fmt: skip
 # The values of all heads are the widest input of a product, wider than all queries in the space of the latents.
 MODELS["wide values"] = MODELS["latents"] | {"kv_lora_rank": 64, "v_head_dim": 256}
 ROWS = 32
@@ -85,6 +90,7 @@ ROWS = 32
 @pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("four norms", "float32"),
                                              ("experts", "float32"), ("recurrent", "float32"),
                                              ("single parts", "float32"), ("kda", "float32"),
+                                             ("side by side", "float32"), ("side by side", "int8"),
                                              ("shared", "float32"), ("shared", "int8"), ("beside", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import LatentConfig, LayerNorms, Multipliers
+from snapstream.config.model import LatentConfig, LayerNorms, Mamba2, Multipliers
 from snapstream.exec.executors import executor_of
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
@@ -492,6 +492,29 @@ def test_gemma_2_caps_scores_in_windows_of_every_second_layer() -> None:
     assert why_not(replace(plain, score_cap=None), config) is None
 
 
+FALCON: dict[str, Any] = {
+    **LLAMA, "architectures": ["FalconH1ForCausalLM"], "mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_rms_norm": False,
+    "attention_in_multiplier": 2.0, "attention_out_multiplier": 0.5, "key_multiplier": 0.25, "ssm_in_multiplier": 2.0,
+    "ssm_out_multiplier": 0.75, "ssm_multipliers": [0.5, 1.0, 1.5, 2.0, 2.5], "mlp_multipliers": [0.5, 3.0],
+    "embedding_multiplier": 4.0, "lm_head_multiplier": 0.125,
+}  # fmt: skip
+
+
+def test_falcon_h1_has_slots_and_a_state_in_every_layer() -> None:
+    model = model_config_from_dict(FALCON)
+    assert model.recurrent is not None and isinstance(model.recurrent, Mamba2)
+    assert model.recurrent.in_multipliers == (1.0, 2.0, 3.0, 4.0, 5.0) and not model.recurrent.has_norm
+    assert model.multipliers == Multipliers(
+        embedding=4.0, logits=0.125, attention=1.0, attention_out=1.0, recurrent_out=0.75, mlp_gate=0.5, mlp_out=3.0
+    )
+    spec = KVSpec.of(model, "float32")
+    state = 4 * (3 * (96 + 2 * 256) + 96 * 256)
+    assert spec.num_slot_layers == 2 and spec.state_bytes == 2 * state
+    assert spec.row_bytes(100) == 2 * (100 * 4 * 2 * 2 * 8 + state)
+    with pytest.raises(ValueError, match="needs Mamba-2 in all layers"):
+        replace(model, recurrent_layers=(0,))
+
+
 def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:
     settings = PUBLISHED["gemma-3-1b-it"][0]
     model = model_config_from_dict({**settings, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
@@ -756,6 +779,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         },
         "sliding_window is null.*only causal attention.*hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'",
     ),
+    (
+        {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_proj_bias": True},
+        "mamba_proj_bias is true.*mamba_norm_before_gate is true; only norms behind the gate",
+    ),
+    ({**FALCON, "ssm_multipliers": [1.0]}, r"ssm_multipliers is \[1.0\]; it must be a list of 5 numbers"),
+    ({**FALCON, "mamba_d_head": 7}, r"mamba_n_heads \(6\) times mamba_d_head \(7\) is not mamba_d_ssm \(96\)"),
     ({**PUBLISHED["gemma-2-2b-it"][0], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.*over 0"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": None}, "sliding_window is null"),
@@ -955,6 +984,14 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "layer_norm_epsilon": 1e-3, "mamba_num_heads": 12, "mamba_head_dim": 20, "ssm_state_size": 24,
                      "conv_kernel": 3, "use_conv_bias": False, "num_hidden_layers": 5,
                      "moe_shared_expert_intermediate_size": 56}  # fmt: skip
+    if architecture == "FalconH1ForCausalLM":
+        settings |= {
+            "attention_bias": False, "mlp_bias": False, "mamba_d_ssm": 2048, "mamba_n_heads": 64, "mamba_n_groups": 4,
+            "mamba_d_state": 24, "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False, "lm_head_multiplier": 0.5, "key_multiplier": 0.3,
+            "attention_in_multiplier": 1.5, "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.8, "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9], "mlp_multipliers": [1.1, 0.4],
+        }  # fmt: skip
     if architecture == "HYV3ForCausalLM":
         settings |= {"mlp_bias": False, "num_shared_experts": 3, "router_scaling_factor": 1.5}
     if architecture == "CohereForCausalLM":

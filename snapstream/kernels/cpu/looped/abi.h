@@ -11,7 +11,7 @@ constexpr int64_t REJECTED = -2;  // in tokens
 constexpr int ALIGN_K = 4;  // the columns of a panel are filled up with zeros to a multiple of this
 
 // What a layer has of each part, and how its MLP or experts are activated: RELU2 is relu(up)^2, without gate.
-enum MixerKind : int64_t { ATTENTION = 0, RECURRENT = 1, NO_MIXER = 2 };
+enum MixerKind : int64_t { ATTENTION = 0, RECURRENT = 1, NO_MIXER = 2, BOTH = 3 };
 enum MlpKind : int64_t { DENSE = 0, EXPERTS = 1, NO_MLP = 2 };
 enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2 };
 
@@ -80,6 +80,8 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     const float* skip;
     int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim, gate_rank;  // value_heads 0: short convolutions
     int64_t drafted;  // entries of a step that may be drafted; 0: none
+    const float* in_scales;  // [rows of in]: what it projects is multiplied by; or null
+    float out_multiplier;    // of what out gives, in layers that have attention too
 };
 
 struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)
@@ -124,6 +126,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     float unrotated_scale;  // of queries and keys in layers without rotary embedding
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;
+    float attention_multiplier, mlp_multiplier;  // of the outputs of each part beside residual_multiplier
     float logit_cap;  // c of c tanh(logits / c); 0: none
     float score_cap;  // the same of products of queries and keys, before the softmax
     Mixture mixture;

@@ -94,11 +94,11 @@ inline int64_t parts_of(const RowTable& rows) { return (rows.slots + 1023) / 102
 
 // The buffers of every step, cut as those above: what is counted is what is taken.
 struct StepBuffers {
-    // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers, gate and up [B, 2I]; packed activations;
+    // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers; what these project, there or apart in layers that have both; gate and up [B, 2I]; packed activations;
     // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
     // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
     // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave.
-    float *residual, *heads, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
+    float *residual, *heads, *mixed, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
         *outputs, *embedded, *beside, *drafts;  // drafts: of recurrent layers (recurrent.h)
     std::vector<float*> scratch;  // of each thread
 
@@ -128,6 +128,9 @@ struct Engine : StepBuffers {
 // The stages of a step are numbered: embedding, so many per layer, final norm, head. Of a layer those of its attention
 // or recurrence come first; all layers of a model have as many, some of which may be empty.
 inline int64_t gates_of(const Model& model) { return model.has_attention_gate ? model.heads * model.head_dim : 0; }
+inline bool recurs(const Model& model, int64_t layer) {
+    return model.mixers[layer] == RECURRENT || model.mixers[layer] == BOTH;
+}
 inline bool has_gate(const Model& model) { return model.activation != RELU2; }
 inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
 constexpr int64_t MLP_STAGES = 4, MIXTURE_STAGES = 6, PER_LAYER_STAGES = 4;

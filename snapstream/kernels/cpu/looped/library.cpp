@@ -24,7 +24,8 @@ int64_t whole_input(const Stack& matrix, int64_t heads) {
 StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut) {
     const int64_t parts = batch * model.heads * parts_of(rows), own = scratch_floats(model, batch);
     residual = cut(batch * model.hidden);
-    int64_t projected = model.recurrent.in.rows, whole = whole_input(model.recurrent.out, model.recurrent.key_heads);
+    const bool both = model.mixers[0] == BOTH;  // as all layers are
+    int64_t projected = both ? 0 : model.recurrent.in.rows, whole = whole_input(model.recurrent.out, model.recurrent.key_heads);
     int64_t expanded = 2 * model.per_layer_dim;
     for (int64_t layer = 0; layer < model.layers; ++layer) {
         const LayerParts& parts = model.parts[layer];
@@ -33,6 +34,7 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
         whole = std::max(whole, whole_input(parts.o, parts.kv_heads));
     }
     heads = cut(batch * projected);
+    mixed = both ? cut(batch * model.recurrent.in.rows) : heads;
     gate_up = cut(batch * expanded);
     packed = cut(batch * padded(widest_input(model)));
     angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);
@@ -45,7 +47,7 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     beside = cut(is_beside_mlp(model) ? batch * model.hidden : 0);
     const Recurrent& recurrent = model.recurrent;
     int64_t recurring = 0;  // layers
-    for (int64_t i = 0; recurrent.drafted && i < model.layers; ++i) recurring += model.mixers[i] == RECURRENT;
+    for (int64_t i = 0; recurrent.drafted && i < model.layers; ++i) recurring += recurs(model, i);
     drafts = cut(recurring * recurrent.drafted * draft_numbers(recurrent));
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }

@@ -166,8 +166,21 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
                               layer ? w.model.parts[layer - 1].scalar : 1.0f);
         case 1: return project(w, own.qkv, 0, own.qkv_bias, w.engine.heads);
         case 2: return attend_rows(w, layer);
-        default: return add_product(w, own.o, 0, own.o_bias, turn_of(w, layer, AFTER_ATTENTION));
+        default:
+            return add_product(w, own.o, 0, own.o_bias, turn_of(w, layer, AFTER_ATTENTION), w.model.attention_multiplier);
     }
+}
+
+// Attention and recurrence over one normed input, each added to the residual stream, which neither reads by then.
+void both_stage(Work& w, int64_t layer, int64_t stage) {
+    if (stage == 3) return recurrent_stage(w, layer, stage);
+    attention_stage(w, layer, stage);
+    if (stage == 0) return;
+    w.end_part();
+    if (stage == 1) pack_normed(w, norm_of_layer(w, w.model.input_norm, layer), w.model.recurrent.in);
+    else attention_stage(w, layer, 3);
+    w.end_part();
+    recurrent_stage(w, layer, stage);
 }
 
 void latent_stage(Work& w, int64_t layer, int64_t stage) {
@@ -199,7 +212,9 @@ void mlp_stage(Work& w, int64_t layer, int64_t stage) {
                               norm_of_layer(w, w.model.attention_out_norm, layer));
         case 1: return expand_tokens(w, layer);
         case 2: return activate_mlp(w, layer);
-        default: return add_product(w, own.down, 0, own.down_bias, turn_of(w, layer, AFTER_MLP), packed);
+        default:
+            return add_product(w, own.down, 0, own.down_bias, turn_of(w, layer, AFTER_MLP), w.model.mlp_multiplier,
+                               packed);
     }
 }
 
@@ -240,6 +255,7 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
 void layer_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t attention = attention_stages(w.model);
     if (stage < attention && w.model.mixers[layer] == RECURRENT) return recurrent_stage(w, layer, stage);
+    if (stage < attention && w.model.mixers[layer] == BOTH) return both_stage(w, layer, stage);
     if (stage < attention) return w.latent.rank ? latent_stage(w, layer, stage) : attention_stage(w, layer, stage);
     const int64_t own = stage - attention, last = mlp_stages(w.model);
     if (own >= last) return per_layer_stage(w, layer, own - last);

@@ -132,21 +132,23 @@ void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Em
     });
 }
 
-// To out [B, rows], times `multiplier`; packed: the input, null for what the previous stage packed.
+// To out [B, rows], times `multiplier`, or each row times its own of `scales`; packed: the input, null for what the
+// previous stage packed.
 inline void project(Work& w, const Stack& stack, int64_t layer, const float* bias, float* out,
-                    const float* packed = nullptr, float multiplier = 1.0f) {
+                    const float* packed = nullptr, float multiplier = 1.0f, const float* scales = nullptr) {
     const float* own = bias ? bias + layer * stack.rows : nullptr;
     product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
             for (int64_t i = 0; i < count; ++i)
-                out[b * stack.rows + first + i] = (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * multiplier;
+                out[b * stack.rows + first + i] =
+                    (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * (scales ? scales[first + i] : multiplier);
     });
 }
 
-// To the residual stream, or to where `settle` takes it from.
-inline void add_product(Work& w, const Stack& stack, int64_t layer, const float* bias, Turn turn,
+// Times `share` to the residual stream, or to where `settle` takes it from.
+inline void add_product(Work& w, const Stack& stack, int64_t layer, const float* bias, Turn turn, float share = 1.0f,
                         const float* packed = nullptr) {
-    const float multiplier = w.model.residual_multiplier;
+    const float multiplier = w.model.residual_multiplier * share;
     if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed, multiplier);
     if (w.model.attention_out_norm) return project(w, stack, layer, bias, w.engine.outputs, packed);
     if (w.model.is_parallel && turn == AFTER_ATTENTION)
@@ -214,6 +216,15 @@ inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm,
     for (i = 0; i < w.model.hidden; ++i) x[i] -= mean;
 }
 
+// The input of a product: the norm of the residual stream, whose factors are known.
+inline void pack_normed(Work& w, const float* weight, const Stack& next) {
+    make_input(w, next, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        const float *x = w.engine.residual + b * w.model.hidden, factor = w.engine.factors[b];
+        if (!weight) return void(std::copy(x + first, x + first + count, out));
+        for (int64_t i = 0; i < count; ++i) out[i] = x[first + i] * factor * weight[first + i];
+    });
+}
+
 // weight: null where the residual stream itself is read; out_norm: of what was added last, or null; scalar: of the sum.
 inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr,
                        float scalar = 1.0f) {
@@ -222,11 +233,7 @@ inline void norm_input(Work& w, const float* weight, const Stack& next, Turn add
         w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
     });
     w.end_part();
-    make_input(w, next, [&](int64_t b, int64_t first, int64_t count, float* out) {
-        const float *x = w.engine.residual + b * w.model.hidden, factor = w.engine.factors[b];
-        if (!weight) return void(std::copy(x + first, x + first + count, out));
-        for (int64_t i = 0; i < count; ++i) out[i] = x[first + i] * factor * weight[first + i];
-    });
+    pack_normed(w, weight, next);
 }
 
 // -- the MLP of dense layers
