@@ -211,7 +211,7 @@ def test_rows_with_states(name: str, tmp_path: Path) -> None:
 def test_layers_with_slots_and_a_state_are_refused(tmp_path: Path) -> None:
     folder = save(make_model("falcon-h1"), tmp_path)
     refused = pytest.raises(ValueError, match="attention and recurrence side by side in a layer, which KV transfer")
-    with refused, joined(folder, budget=BUDGET, max_model_len=160):
+    with refused, joined(folder, budget="full", max_model_len=160):
         pass
 
 
