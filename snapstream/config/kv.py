@@ -1,8 +1,8 @@
 """Selectors, KV budgets, KV re-selection and per-head budgets. No torch.
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
-off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets every head of a row has the same
-sinks and the same ring, and a profile says which share of the top-k slots each head gets; a row takes the bytes that it
+off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets a profile says which share of
+the top-k slots each head gets; all have the same sinks, and large ones a longer ring. A row takes the bytes that it
 takes with equal heads, which rows of prompts that fit have.
 """
 
@@ -218,7 +218,7 @@ class HeadSlots:
     Layers to which no budget applies (sliding windows, recurrent states) have none.
     """
 
-    topk: tuple[tuple[int, ...], ...]
+    topk: tuple[tuple[int, ...], ...]  # of large heads the ring takes some
     budget: KVBudget
     model: str = ""  # fingerprint of the only checkpoint that they are for
     shares: Shares = ()  # by which rows are divided prompt by prompt; none: by ``topk``, as ranks do
@@ -307,7 +307,16 @@ class HeadSlots:
         return sum(seen) // len(seen)
 
     def _with(self, num_topk: int) -> KVBudget:
-        return KVBudget(num_sink=self.budget.num_sink, num_topk=num_topk, num_recent=self.budget.num_recent)
+        """Of a head with so many slots beside sinks and ring. The ring of a large head takes its part of them.
+
+        Else facts at the end of the prompt, which are no candidates, would be lost with the first tokens of the answer
+        in heads that keep all other facts (docs/research/log.md, 2026-11-26).
+        """
+        sinks, ring = self.budget.num_sink, self.budget.num_recent
+        room = num_topk + ring
+        if num_topk > self.budget.num_topk:
+            ring = ring * (sinks + room) // self.budget.capacity
+        return KVBudget(num_sink=sinks, num_topk=room - ring, num_recent=ring)
 
 
 @lru_cache(maxsize=256)

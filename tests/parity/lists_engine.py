@@ -96,7 +96,7 @@ class ListsEngine:
         reselection: ReselectionConfig | None = None,
         budgets: Sequence[Sequence[KVBudget]] | None = None,
     ) -> None:
-        """``budgets``: of every layer and kv head, where they differ in their top-k slots from ``budget``."""
+        """``budgets``: of every layer and kv head, where they differ from ``budget``."""
         self.decoder, self.budget, self.is_random = decoder, budget, isinstance(selector, Random)
         self.rule = Variant() if self.is_random else as_variant(selector)
         config = decoder.config
@@ -146,16 +146,16 @@ class ListsEngine:
         if self.windows[layer] is not None:
             self.cells[layer] = [own[-self.windows[layer] :] for own in self.cells[layer]]
             return
-        budget, rule = self.budget, self.rule
-        start, stop = budget.num_sink, prompt_len - budget.num_window - budget.num_recent
-        num_topk = [own.num_topk for own in self.budgets[layer]]
-        spare = [max(0, min(stop - start, own)) for own in num_topk]  # top-k slots that this prompt fills
-        window = set(range(prompt_len - budget.num_window, prompt_len))
-        heads = range(len(self.cells[layer]))
-        for head in heads:
-            self.frozen[layer][head] = set(range(start + spare[head])) | window
-        if prompt_len <= min(own.capacity for own in self.budgets[layer]):
-            return
+        for head, budget in enumerate(self.budgets[layer]):
+            start, stop = budget.num_sink, prompt_len - budget.num_window - budget.num_recent
+            spare = max(0, min(stop - start, budget.num_topk))  # top-k slots that this prompt fills
+            window = set(range(prompt_len - budget.num_window, prompt_len))
+            self.frozen[layer][head] = set(range(start + spare)) | window
+            if prompt_len > budget.capacity:
+                self._choose(layer, head, q, k, range(start, stop), window)
+
+    def _choose(self, layer: int, head: int, q: Tensor, k: Tensor, candidates: range, window: set[int]) -> None:
+        rule, num_topk, start, stop = self.rule, self.budgets[layer][head].num_topk, candidates.start, candidates.stop
         queries = q[-rule.observation_len :].tolist()
         keys = k.transpose(0, 1).tolist()
         own_sinks = self.decoder.sinks(layer)
@@ -168,22 +168,19 @@ class ListsEngine:
         for _ in range(rule.num_hops):
             latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len, sinks, cap)
             total = [[a + b for a, b in zip(x, y, strict=True)] for x, y in zip(total, latest, strict=True)]
-        for head in heads:
-            if prompt_len <= self.budgets[layer][head].capacity:
-                continue
-            own_votes = row_by_lists.pooled(scores[head], rule.pool_width, rule.pooling, rule.pool_half_life)
-            smooth = row_by_lists.pooled(total[head], rule.pool_width, rule.pooling, 0)
-            if rule.num_hops == 0:
-                smooth = own_votes
-            if self.is_random:
-                smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
-                own_votes = smooth
-            chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, num_topk[head])}
-            kept = set(range(start)) | chosen | window
-            self.votes[layer][head] = {p: remembered[head][p - start] / len(recent) for p in chosen}
-            self.frozen[layer][head] = kept
-            own = self.cells[layer][head]
-            self.cells[layer][head] = [cell for cell in own if cell[0] in kept or cell[0] >= stop]
+        own_votes = row_by_lists.pooled(scores[head], rule.pool_width, rule.pooling, rule.pool_half_life)
+        smooth = row_by_lists.pooled(total[head], rule.pool_width, rule.pooling, 0)
+        if rule.num_hops == 0:
+            smooth = own_votes
+        if self.is_random:
+            smooth = [row_by_lists.chance(layer, head, p) for p in range(start, stop)]
+            own_votes = smooth
+        chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, num_topk)}
+        kept = set(range(start)) | chosen | window
+        self.votes[layer][head] = {p: remembered[head][p - start] / len(recent) for p in chosen}
+        self.frozen[layer][head] = kept
+        own = self.cells[layer][head]
+        self.cells[layer][head] = [cell for cell in own if cell[0] in kept or cell[0] >= stop]
 
     def _decode(self, token: int, position: int) -> Tensor:
         hidden = self.decoder.embed(torch.tensor([token]))

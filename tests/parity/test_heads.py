@@ -202,7 +202,8 @@ def test_layers_of_several_kinds_equal_the_list_based_engine(
     assert outputs[2].compression is not None
     kept = outputs[2].compression.kept_positions
     assert kept is not None and [tuple(map(len, layer)) for layer in kept] == [
-        heads.topk[layer] or (0,) * spec.num_kv_heads for layer in spec.slot_layer_indices
+        tuple(budget.num_topk for budget in heads.budgets[layer]) or (0,) * spec.num_kv_heads
+        for layer in spec.slot_layer_indices
     ]
 
 
@@ -252,12 +253,12 @@ def test_what_heads_keep_is_what_rows_of_their_own_budget_keep(qwen: Path, promp
         if len(prompt) <= BUDGET.capacity:
             assert lists.kept_positions is None and bitmap.kept_bitmap is None
             continue
-        last = range(len(prompt) - 16, len(prompt))
         assert lists.kept_positions is not None and bitmap.kept_bitmap is not None
         for layer, heads in enumerate(slots[index].budgets):
             for head, budget in enumerate(heads):
                 compression = own[budget][index].compression
                 assert compression is not None
+                last = range(len(prompt) - budget.num_recent, len(prompt))
                 wanted = tuple(range(2, last.start))
                 if compression.kept_positions is not None:
                     wanted = compression.kept_positions[layer][head]

@@ -73,8 +73,10 @@ def test_the_row_of_a_request_fits_into_a_row(
     if prompt <= asked.capacity:
         assert set(flat) == {asked}
     else:
-        assert sum(own.num_topk for own in flat) == 6 * topk and max(own.capacity for own in flat) <= prompt
-        assert {own.num_recent for own in flat} == {asked.num_recent}
+        assert sum(own.capacity for own in flat) == 6 * asked.capacity and max(own.capacity for own in flat) <= prompt
+        for one in flat:
+            larger = max(one.capacity, asked.capacity)
+            assert one.num_recent == asked.num_recent * larger // asked.capacity
         ranks = [slots.of_rank(rank, 2) for rank in range(2)]
         halves = [own.of(asked, prompt) for own in ranks]
         assert all(half.row_slots <= own.row_slots for half, own in zip(halves, ranks, strict=True))
