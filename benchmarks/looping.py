@@ -14,7 +14,6 @@ attention. That of stages adds the bounds of attention and of products, since a 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
@@ -179,10 +178,7 @@ def main() -> None:
         "bf16_gflop_per_s": limits.bf16_operations_per_s / 1e9,
         "int8_gop_per_s": limits.code_operations_per_s / 1e9,
     }
-    named = os.environ.get("SNAPSTREAM_INSTRUCTIONS")  # a record of its own
-    report(
-        f"looping_{named}" if named else "looping", ceiling, {"model": "random Qwen3 shapes", **figures}, save=args.save
-    )
+    report("looping", ceiling, {"model": "random Qwen3 shapes", **figures}, save=args.save)
 
 
 if __name__ == "__main__":

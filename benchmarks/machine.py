@@ -7,6 +7,7 @@ bandwidth means something, a time in milliseconds on somebody's two cores does n
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -49,7 +50,12 @@ def ceilings() -> dict[str, float]:
 
 
 def report(name: str, ceiling: dict[str, float], figures: dict[str, Any], *, save: bool, device: str = "cpu") -> None:
-    """Print one JSON line; with ``save`` also write ``results/<device>/<date>_<name>.json``."""
+    """Print one JSON line; with ``save`` also write ``results/<device>/<date>_<name>.json``.
+
+    Under ``SNAPSTREAM_INSTRUCTIONS`` the name ends with it: a record of its own.
+    """
+    instructions = os.environ.get("SNAPSTREAM_INSTRUCTIONS")
+    name = f"{name}_{instructions}" if instructions else name
     result = {"name": name, **describe(), "ceiling": ceiling, "figures": figures}
     if save:
         folder = RESULTS / device

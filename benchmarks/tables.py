@@ -14,8 +14,11 @@ from benchmarks.ray_tables import ray_scale, ray_soak
 from figures.markdown import link, table
 
 HYBRIDS = ("peers_all_lfm2-100m", "peers_all_qwen3.5-100m", "peers_all_granite-h-100m")
-ENGINES = ("peers_all_100m", "peers_all_100m_avx2", *HYBRIDS, *(f"{name}_avx2_4096" for name in HYBRIDS))
-COMMANDS = dict.fromkeys(ENGINES, "peers") | {"peers_llama_bench": "peers.llama_bench", "looping_avx2": "looping"}
+DEEP = ("peers_all_lfm2-100m_4096_avx2", "peers_all_qwen3.5-100m_4096_avx2")
+ENGINES = ("peers_all_100m", "peers_all_100m_avx2", *HYBRIDS, *DEEP)
+FILES = ("peers_llama_bench_avx2", "peers_llama_bench_depths_avx2")
+# Where a result is not called as its benchmark.
+COMMANDS = dict.fromkeys(ENGINES, "peers") | dict.fromkeys(FILES, "peers.llama_bench") | {"looping_avx2": "looping"}
 
 
 def newest(name: str) -> tuple[Path, dict[str, Any]]:
@@ -328,7 +331,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
     "decode": decode,
     "speculation": speculation, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
-    "peers_tiny": peers, "peers_batches_100m": peers_batches, "peers_llama_bench": llama_bench,
+    "peers_tiny": peers, "peers_batches_100m": peers_batches, **dict.fromkeys(FILES, llama_bench),
     **dict.fromkeys(ENGINES, peers_all), "looping_avx2": looping,
     "spec_prefill": spec_prefill, "serving": serving,
     "draft_model": draft_model, "soak": soak, "executors": executors, "grammar": grammar,
@@ -340,7 +343,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 TINY = "the tiny model that ships"
 MODELS = {
     "peers_tiny": TINY, "soak": TINY, "serving": TINY, "executors": TINY, "grammar": "masks and sampling alone",
-    "bad_sockets": TINY, "ray_soak": TINY, "peers_llama_bench": "random weights of published shapes",
+    "bad_sockets": TINY, "ray_soak": TINY, **dict.fromkeys(FILES, "random weights of published shapes"),
 }  # fmt: skip  # elsewhere the result names its model
 
 

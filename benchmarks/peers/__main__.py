@@ -30,7 +30,6 @@ from benchmarks.peers.arms import ARMS, Arm
 from benchmarks.peers.compare import compare
 from benchmarks.peers.work import Job
 from benchmarks.shapes import GRANITE_H_100M, LFM2_100M, QWEN3_100M, QWEN3_TINY, QWEN35_100M, random_checkpoint
-from snapstream.kernels.cpu.looped.build import instruction_sets
 
 SHAPES = {
     "100m": QWEN3_100M,
@@ -106,10 +105,7 @@ def main() -> None:
         "model": f"random {'' if '-' in args.shape else 'Qwen3 '}{args.shape}, fp32 as stored", "threads": args.threads,
         "prompt_len": args.prompt_len, "new_tokens": args.new_tokens,
     }  # fmt: skip
-    # Results of other processors and depths stand beside those of a prompt of 128 tokens with AVX-512.
-    best = instruction_sets()[0]
-    name = f"peers_all_{args.shape}" + ("" if best.startswith("avx512") else f"_{best}")
-    name += "" if args.prompt_len == PROMPT_LEN else f"_{args.prompt_len}"
+    name = f"peers_all_{args.shape}" + ("" if args.prompt_len == PROMPT_LEN else f"_{args.prompt_len}")
     report(name, ceiling, settings | found, save=args.save)
 
 

@@ -123,7 +123,12 @@ def main() -> None:
                 mine, theirs = (mean(engine["tokens_per_s"][test]) for engine in (own, peer))
                 print(f"{shape} {kind} {test}: snapstream {mine:,.1f}, llama.cpp {theirs:,.1f} tokens/s, "
                       f"{mine / theirs:.2f} times", flush=True)  # fmt: skip
-    report("peers_llama_bench", ceiling, {"threads": args.threads, "models": models}, save=args.save)
+    report(
+        "peers_llama_bench" + ("_depths" if args.depths else ""),
+        ceiling,
+        {"threads": args.threads, "models": models},
+        save=args.save,
+    )
 
 
 if __name__ == "__main__":
