@@ -100,7 +100,8 @@ def warm_up_kernels(
         return  # nothing is ever selected
     num_tokens, budget = config.selector.observation_len + _MORE, _BUDGET
     if config.heads is not None:
-        budget = replace(budget, num_topk=2 * LEAST_PART)  # so that every head selects
+        num_topk = min(2 * LEAST_PART, config.budget.num_topk)  # so that every head selects, if there are as many
+        budget = replace(budget, num_topk=num_topk)
         num_tokens = max(num_tokens, budget.capacity + 1)
     entry = PrefillEntry(
         request_id="warm-up",
