@@ -56,8 +56,9 @@ def sources() -> str:
 
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Per model, batch and architecture: both forms over dense weights, at a batch of 1 also a layer alone and without
-    loads ahead; and the form without a ring over codes, of fewer models, because its loops are long.
+    """Per model, batch and architecture: both forms over dense weights, of the largest model also the ring's variants;
+    at a batch of 1 also a layer alone and without loads ahead; and the form without a ring over codes, of fewer models,
+    because its loops are long.
     """
     shapes = (LLAMA_1B,) if quick else (QWEN_06B, LLAMA_1B, LLAMA_8B)
     for shape in shapes:
@@ -76,12 +77,14 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
 
 def _forms(shape: Shape, batch: int, num_programs: int, *, quick: bool) -> Iterator[tuple[str, str, Any, bool]]:
     """Weights and form by name, the form, and whether it is launched for the whole step."""
-    from snapstream.kernels.triton.looped.launch import Looped, ring_launch
+    from snapstream.kernels.triton.looped.launch import Looped, ring_variants
 
     model, keys = _model(shape), _rows(shape, batch)
     looped = _first_form(model, keys, batch, num_programs)
     yield DENSE, "looped", looped, True
-    yield DENSE, "ring", Looped(model, keys, keys, batch, ring_launch(model, num_programs, batch)), True
+    for name, launch in ring_variants(model, num_programs, batch).items():
+        if name == "ring" or (shape == LLAMA_8B and not quick):
+            yield DENSE, name, Looped(model, keys, keys, batch, launch), True
     if batch == 1 and not quick:
         yield DENSE, "a call per layer", looped, False
         yield DENSE, "no loads ahead", looped.without_loads_ahead(), True
@@ -197,7 +200,7 @@ def main() -> None:
     for entry in report(args.arch, quick=args.quick):
         entries.append(entry)
         print(
-            "{form:16} {shape:13} {weights:21} batch {batch:2} {arch}: tiles {block_rows} x {block_cols}, "
+            "{form:18} {shape:13} {weights:21} batch {batch:2} {arch}: tiles {block_rows} x {block_cols}, "
             "{registers:3} registers, {spill_bytes} bytes spilled, {shared_bytes} shared, "
             "loads at {barriers_with_loads} barriers".format(**entry), file=sys.stderr, flush=True)  # fmt: skip
     result = {"name": "looped_compile", **describe(), "triton": triton.__version__, "sources": sources(),

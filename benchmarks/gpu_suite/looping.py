@@ -2,15 +2,17 @@
 
 The same weights and rows five times, each captured, by CUDA events: B0 the graph of kernels, B1 a call of one kernel
 per layer, B2 the kernel that loops over the layers, B3 the same with loads of weights under way across its barriers,
-and B3 through a ring of asynchronous copies written in Gluon. B1 against B3 is the paper's quantity. Behind dense
-weights the same over int4 and int8 ones, each against the graph of kernels over the same weights. The ring
-does not read them. Compiling takes most of the time: B1 and B2 only at a batch of 1, codes at fewer batches.
+and B3 through a ring of asynchronous copies written in Gluon, with its variants (``ring_variants``). B1 against B3 is
+the paper's quantity. Behind dense weights the same over int4 and int8 ones, each against the graph of kernels over the
+same weights. The ring does not read them. Compiling takes most of the time: B1 and B2 only at a batch of 1, codes and
+variants at fewer batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.sharding import Share, decode_weight_bytes
 
 BATCHES = (1, 2, 4, 8, 16)
-CODE_BATCHES = (1, 16)
+CODE_BATCHES = VARIANT_BATCHES = (1, 16)
 SLOTS, CONTEXT = 2048, 8000
 REPEATS = 30
 
@@ -82,7 +84,7 @@ def _steps(bench: Bench, model: str, decoder: Decoder, formats: WeightFormats | 
 
 def ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[str, Callable[[], object]]]:
     from snapstream.exec.looped_gpu import looped_model
-    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, register_launch, ring_launch
+    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, register_launch, ring_variants
 
     rows = torch.arange(batch, device=decoder.device)
     positions = torch.full_like(rows, CONTEXT)
@@ -104,8 +106,10 @@ def ways(runner: ModelRunner, decoder: Decoder, batch: int) -> Iterator[tuple[st
         yield "B2 looped", lambda: plain.run(token_ids, places, rope)
     yield "B3 looped, loads ahead", lambda: looped.run(token_ids, places, rope)
     if not looped.model.has_codes:
-        ring = Looped(model, cache.k, cache.v, batch, ring_launch(model, num_programs, batch))
-        yield "B3 gluon, ring", lambda: ring.run(token_ids, places, rope)
+        for name, launch in ring_variants(model, num_programs, batch).items():
+            if name == "ring" or batch in VARIANT_BATCHES:
+                ring = Looped(model, cache.k, cache.v, batch, launch)
+                yield f"B3 gluon, {name}", partial(ring.run, token_ids, places, rope)
 
 
 def _seconds(bench: Bench, call: Callable[[], object]) -> float:

@@ -47,7 +47,7 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(
     form: str, shape: str, batch: int, dtype: torch.dtype
 ) -> None:
     from snapstream.exec.looped_gpu import looped_model
-    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, register_launch
+    from snapstream.kernels.triton.looped.launch import Looped, num_multiprocessors, register_launch, ring_variants
     from tests.kernels.triton.looped import twin
 
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -74,8 +74,9 @@ def test_looped_steps_equal_the_twin_eagerly_and_captured(
     assert want is not None
     factor = 8.0 if dtype == torch.bfloat16 else 4.0
     if form == "ring":
-        formats = [Looped(model, keys, values, batch)]
-        assert formats[0].launch.stages
+        cuts = ring_variants(model, num_multiprocessors(keys.device), batch)
+        formats = [Looped(model, keys, values, batch, cut) for cut in cuts.values()]
+        assert formats[0].launch == Looped(model, keys, values, batch).launch  # what an engine runs
     else:
         launch = register_launch(model, num_multiprocessors(keys.device), batch)
         ahead = Looped(model, keys, values, batch, launch)

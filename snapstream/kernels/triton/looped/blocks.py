@@ -79,35 +79,42 @@ def leave(counter_ptr, NUM_PROGRAMS: tl.constexpr):
 
 # The norm of the residual, inputs of products, biases: both forms use them.
 #
-# Activations are read past L1, which other programs' stores do not reach. Index vectors come from the caller, because
-# Gluon needs their layouts.
+# Other programs' stores do not reach L1. So activations are read past it (``CACHE`` ".cg"), or through it (".ca"): the
+# acquire in ``wait`` makes a multiprocessor forget what it had, and tiles after the first find their inputs there.
+# Index vectors come from the caller, because Gluon needs their layouts.
 
 
 @triton.jit
-def residual_block(residual_ptr, entry, col, BATCH: tl.constexpr, COLS: tl.constexpr):
+def residual_block(residual_ptr, entry, col, BATCH: tl.constexpr, COLS: tl.constexpr, CACHE: tl.constexpr):
     """Columns ``col`` of the residual stream ``[B, COLS]``, fp32 ``[B', C]``."""
     at = residual_ptr + entry[:, None] * COLS + col[None, :]
-    return tl.load(at, mask=(entry < BATCH)[:, None] & (col < COLS)[None, :], other=0.0, cache_modifier=".cg")
+    return tl.load(at, mask=(entry < BATCH)[:, None] & (col < COLS)[None, :], other=0.0, cache_modifier=CACHE)
 
 
 @triton.jit
-def inverse_norms(residual_ptr, entry, col, eps, BATCH: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def inverse_norms(
+    residual_ptr, entry, col, eps,
+    BATCH: tl.constexpr, COLS: tl.constexpr, BLOCK_COLS: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """``1 / rms`` of the residual stream of each entry ``[B']``; every program computes all of them."""
-    x = residual_block(residual_ptr, entry, col, BATCH, COLS)
+    x = residual_block(residual_ptr, entry, col, BATCH, COLS, CACHE)
     total = tl.sum(x * x, 1)
     for begin in range(BLOCK_COLS, COLS, BLOCK_COLS):
-        x = residual_block(residual_ptr, entry, begin + col, BATCH, COLS)
+        x = residual_block(residual_ptr, entry, begin + col, BATCH, COLS, CACHE)
         total += tl.sum(x * x, 1)
     return 1.0 / tl.sqrt(total / COLS + eps)
 
 
 @triton.jit
-def activations(x_ptr, norm_ptr, inverse, entry, col, BATCH: tl.constexpr, COLS: tl.constexpr, IS_NORMED: tl.constexpr):
+def activations(
+    x_ptr, norm_ptr, inverse, entry, col,
+    BATCH: tl.constexpr, COLS: tl.constexpr, IS_NORMED: tl.constexpr, CACHE: tl.constexpr,
+):  # fmt: skip
     """Columns ``col`` of ``x [B, COLS]``, fp32 ``[B', C]``; with ``IS_NORMED`` times norm and inverse, rounded as the
     norm alone would be."""
     is_col = col < COLS
     at = x_ptr + entry[:, None] * COLS + col[None, :]
-    x = tl.load(at, mask=(entry < BATCH)[:, None] & is_col[None, :], other=0.0, cache_modifier=".cg").to(tl.float32)
+    x = tl.load(at, mask=(entry < BATCH)[:, None] & is_col[None, :], other=0.0, cache_modifier=CACHE).to(tl.float32)
     if IS_NORMED:
         weight = tl.load(norm_ptr + col, mask=is_col, other=0.0)
         x = (x * inverse[:, None] * weight.to(tl.float32)[None, :]).to(norm_ptr.dtype.element_ty).to(tl.float32)
@@ -216,36 +223,39 @@ def attend_split(
     tl.store(lse_ptr + to, best + tl.log2(total), mask=head < group)
 
 
-@triton.jit
-def split_result(partial_ptr, lse_ptr, at, is_head, dim, HEAD_DIM: tl.constexpr):
-    """What a split found, ``[H/G, E]``, and the logarithm of its sum."""
-    lse = tl.load(lse_ptr + at, mask=is_head, other=0.0, cache_modifier=".cg")
-    mask = is_head[:, None] & (dim < HEAD_DIM)[None, :]
-    from_ = partial_ptr + at[:, None] * HEAD_DIM + dim[None, :]
-    return tl.load(from_, mask=mask, other=0.0, cache_modifier=".cg"), lse
+MERGED_AT_ONCE = tl.constexpr(4)  # query heads whose splits are on their way at the same time
+
+
+@triton.constexpr_function
+def smaller(a, b):
+    return min(a, b)
 
 
 @triton.jit
 def merge_splits(
-    partial_ptr, lse_ptr, out_ptr, entry, kv_head, num_used, head, dim,
+    partial_ptr, lse_ptr, out_ptr, entry, kv_head, num_used, split, dim,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of the splits that the row reaches, in slot order, to ``out [B, H, E]``."""
-    group: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    is_head = head < group
-    query = entry * NUM_HEADS + kv_head * group + head
-    acc, best = split_result(partial_ptr, lse_ptr, query * NUM_SPLITS, is_head, dim, HEAD_DIM)
-    total = tl.exp2(best - best)
-    for split in range(1, num_used):
-        part, lse = split_result(partial_ptr, lse_ptr, query * NUM_SPLITS + split, is_head, dim, HEAD_DIM)
-        new_best = tl.maximum(best, lse)
-        shrink, share = tl.exp2(best - new_best), tl.exp2(lse - new_best)
-        total = total * shrink + share
-        acc = acc * shrink[:, None] + part * share[:, None]
-        best = new_best
-    to = out_ptr + query[:, None] * HEAD_DIM + dim[None, :]
-    mask = is_head[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(to, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    """Weighted mean of the splits that the row reaches, to ``out [B, H, E]``; ``split`` counts them, ``dim`` numbers.
+
+    All splits of a head are one tile: one after the other, each would wait for the second-level cache.
+    """
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    is_used, is_dim = split < num_used, dim < HEAD_DIM
+    for first in tl.static_range(0, GROUP, MERGED_AT_ONCE):
+        parts = ()
+        for head in tl.static_range(first, smaller(first + MERGED_AT_ONCE, GROUP)):
+            query = entry * NUM_HEADS + kv_head * GROUP + head
+            at = query * NUM_SPLITS + split
+            lse = tl.load(lse_ptr + at, mask=is_used, other=float("-inf"), cache_modifier=".cg")
+            from_ = partial_ptr + at[:, None] * HEAD_DIM + dim[None, :]
+            part = tl.load(from_, mask=is_used[:, None] & is_dim[None, :], other=0.0, cache_modifier=".cg")
+            parts = parts + ((query, lse, part),)  # type: ignore[assignment]  # a tuple grows
+        for index in tl.static_range(smaller(MERGED_AT_ONCE, GROUP - first)):
+            query, lse, part = parts[index]
+            share = tl.exp2(lse - tl.max(lse, 0))
+            out = tl.sum(part * share[:, None], 0) / tl.sum(share, 0)
+            tl.store(out_ptr + query * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
 QUEUE_BYTES = 16384  # of codes: on their way for a multiprocessor at any time; more would spill
@@ -398,14 +408,18 @@ def add_block(
 ):  # fmt: skip
     """``acc`` and the products of a block.
 
-    Few entries are multiplied number by number and added up at the end of each block, of codes within groups; many go
-    through tensor cores.
+    Few entries are multiplied number by number; a thread adds up the numbers that one load brings it, of codes a group,
+    and threads add up at the end of a tile. Many entries go through tensor cores.
     """
     if BITS == 0:
         if USES_DOT:
             return tl.dot(block[0], inputs, acc, input_precision="ieee")
         else:
-            return acc + tl.sum(block[0].to(tl.float32)[:, None, :] * inputs[None, :, :], 2)
+            RUNS: tl.constexpr = acc.shape[2]
+            WIDTH: tl.constexpr = inputs.shape[1] // RUNS
+            # Reshaped, not expanded: then a thread multiplies what it has loaded, and blocks stay where they are.
+            numbers = tl.reshape(block[0].to(tl.float32), (acc.shape[0], 1, RUNS, WIDTH))
+            return acc + tl.sum(numbers * tl.reshape(inputs, (1, inputs.shape[0], RUNS, WIDTH)), 3)  # [R, B', C / run]
     else:
         numbers, scales = numbers_of(block[0], BITS), scale_numbers(block[1])
         R: tl.constexpr = numbers.shape[0]
@@ -422,8 +436,8 @@ def add_block(
 def no_sums(
     R: tl.constexpr, NUM_ENTRIES: tl.constexpr, BITS: tl.constexpr, NUM_GROUPS: tl.constexpr, USES_DOT: tl.constexpr
 ):  # fmt: skip
-    """Where a tile begins: zeros in the shape that ``add_block`` adds to."""
-    if BITS == 0:
+    """Where a tile begins: zeros in the shape that ``add_block`` adds to; dense weights have groups of 16 bytes."""
+    if USES_DOT and BITS == 0:
         return tl.zeros((R, NUM_ENTRIES), tl.float32)
     elif USES_DOT:
         return tl.zeros((NUM_GROUPS, R, NUM_ENTRIES), tl.float32)
@@ -434,7 +448,7 @@ def no_sums(
 @triton.jit
 def summed(acc, BITS: tl.constexpr, USES_DOT: tl.constexpr):
     """Where a tile ends: ``[R, B']`` fp32."""
-    if BITS == 0:
+    if USES_DOT and BITS == 0:
         return acc
     elif USES_DOT:
         return tl.sum(acc, 0)
@@ -447,26 +461,28 @@ def product(
     queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
     BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    IS_NORMED: tl.constexpr, USES_DOT: tl.constexpr,
+    IS_NORMED: tl.constexpr, USES_DOT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """The next tile of the queue times every entry: sums ``[R, B']`` fp32, of the second part too, and the queue."""
     kind: tl.constexpr = norm_ptr.dtype.element_ty
-    NUM_GROUPS: tl.constexpr = BLOCK_COLS // GROUP if BITS else 1
+    NUM_GROUPS: tl.constexpr = BLOCK_COLS // (GROUP if BITS else 128 // kind.primitive_bitwidth)
     place, blocks = queue
     left = no_sums(line.shape[0], entry.shape[0], BITS, NUM_GROUPS, USES_DOT)
     right = left
     UNROLLED: tl.constexpr = depth(line.shape[0], COLS, BLOCK_COLS, BITS, PARTS) // PARTS
-    LOADS_INPUTS_AHEAD: tl.constexpr = BITS != 0 and not USES_DOT
+    LOADS_INPUTS_AHEAD: tl.constexpr = not USES_DOT
     STAGES: tl.constexpr = 2 if BITS else None  # of inputs of tensor cores, which Triton loads ahead by itself
     col = tl.arange(0, BLOCK_COLS)
     if LOADS_INPUTS_AHEAD:
-        ahead = activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED)
+        ahead = activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED, CACHE)
     for begin in tl.range(0, COLS, BLOCK_COLS, num_stages=STAGES, loop_unroll_factor=UNROLLED):
         if LOADS_INPUTS_AHEAD:
             x = ahead
-            ahead = activations(x_ptr, norm_ptr, inverse, entry, begin + BLOCK_COLS + col, BATCH, COLS, IS_NORMED)
+            ahead = activations(
+                x_ptr, norm_ptr, inverse, entry, begin + BLOCK_COLS + col, BATCH, COLS, IS_NORMED, CACHE
+            )
         else:
-            x = activations(x_ptr, norm_ptr, inverse, entry, begin + col, BATCH, COLS, IS_NORMED)
+            x = activations(x_ptr, norm_ptr, inverse, entry, begin + col, BATCH, COLS, IS_NORMED, CACHE)
         inputs = as_inputs(x, kind, BITS, GROUP, USES_DOT)
         left = add_block(left, blocks[0], inputs, kind, BITS, GROUP, USES_DOT)
         blocks = blocks[1:] + (load_block(matrix, place, line, ROWS, COLS, BITS, GROUP, BLOCK_COLS, USES_DOT),)
@@ -498,17 +514,19 @@ def product_pair(
     queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
     BATCH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCK_COLS: tl.constexpr, NUM_PROGRAMS: tl.constexpr,
-    USES_DOT: tl.constexpr,
+    USES_DOT: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """``product`` of a matrix of two parts with normed inputs."""
     if BITS:
         return product(queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
-                       BATCH, ROWS, COLS, 2, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+                       BATCH, ROWS, COLS, 2, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT, CACHE)  # fmt: skip
     else:
         above, below = queue
         under = (matrix[0] + ROWS * COLS, matrix[1])
         left, _, above = product(above, matrix, line, x_ptr, norm_ptr, inverse, entry,
-                                 BATCH, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+                                 BATCH, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT,
+                                 CACHE)  # fmt: skip
         right, _, below = product(below, under, line, x_ptr, norm_ptr, inverse, entry,
-                                  BATCH, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+                                  BATCH, ROWS, COLS, 1, 0, 0, BLOCK_COLS, NUM_PROGRAMS, True, USES_DOT,
+                                 CACHE)  # fmt: skip
         return left, right, (above, below)

@@ -51,9 +51,9 @@ def looped_kernel(
     HAS_HEAD_NORM: tl.constexpr, HAS_QKV_BIAS: tl.constexpr, HAS_O_BIAS: tl.constexpr, HAS_MLP_BIAS: tl.constexpr,
     BEGINS: tl.constexpr, ENDS: tl.constexpr, LOADS_AHEAD: tl.constexpr, USES_DOT: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    BLOCK_SLOTS: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
     ATTENTION_BITS: tl.constexpr, ATTENTION_GROUP: tl.constexpr, MLP_BITS: tl.constexpr, MLP_GROUP: tl.constexpr,
-    TABLE_BITS: tl.constexpr, TABLE_GROUP: tl.constexpr,
+    TABLE_BITS: tl.constexpr, TABLE_GROUP: tl.constexpr, CACHE: tl.constexpr,
 ):  # fmt: skip
     """Layers ``first_layer .. last_layer - 1``; with ``BEGINS`` the embedding before, with ``ENDS`` logits behind."""
     program = tl.program_id(0)
@@ -91,13 +91,13 @@ def looped_kernel(
                        BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         if passed > 0:
             wait(counters_ptr, passed, NUM_PROGRAMS)
-        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS, CACHE)
         norm = input_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(QKV, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc, _, queue = product(queue, qkv, line, residual_ptr, norm, inverse, entry,
                                     BATCH, QKV, HIDDEN, 1, ATTENTION_BITS, ATTENTION_GROUP, BLOCK_COLS,
-                                    NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+                                    NUM_PROGRAMS, True, USES_DOT, CACHE)  # fmt: skip
             acc = with_bias(acc, qkv_bias_ptr + step * QKV, row, QKV, HAS_QKV_BIAS)
             to = heads_ptr + entry[None, :] * QKV + row[:, None]
             tl.store(to, acc.to(heads_ptr.dtype.element_ty), mask=(row < QKV)[:, None] & is_entry[None, :])
@@ -128,7 +128,7 @@ def looped_kernel(
                 if before == num_used - 1:
                     tl.debug_barrier()
                     merge_splits(partial_ptr, lse_ptr, attended_ptr, own, kv_head, num_used,
-                                 tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_PAD),
+                                 tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD),
                                  NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SPLITS)  # fmt: skip
                     tl.store(ended, 0)  # no program comes here again before the next layer's barrier
         arrive(counters_ptr)
@@ -146,7 +146,7 @@ def looped_kernel(
             row = tile * BLOCK_ROWS + line
             acc, _, queue = product(queue, o, line, attended_ptr, final_norm_ptr, none, entry,
                                     BATCH, HIDDEN, WIDE, 1, ATTENTION_BITS, ATTENTION_GROUP, BLOCK_COLS,
-                                    NUM_PROGRAMS, False, USES_DOT)  # fmt: skip
+                                    NUM_PROGRAMS, False, USES_DOT, CACHE)  # fmt: skip
             acc = with_bias(acc, o_bias_ptr + step * HIDDEN, row, HIDDEN, HAS_O_BIAS)
             to = residual_ptr + entry[None, :] * HIDDEN + row[:, None]
             mask = (row < HIDDEN)[:, None] & is_entry[None, :]
@@ -162,13 +162,13 @@ def looped_kernel(
         if not LOADS_AHEAD:
             queue = opened_pair(gate_up, program, line, INNER, HIDDEN, MLP_BITS, MLP_GROUP,
                            BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
-        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS, CACHE)
         norm = post_norm_ptr + step * HIDDEN
         for tile in range(program, tl.cdiv(INNER, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             left, right, queue = product_pair(queue, gate_up, line, residual_ptr, norm, inverse, entry,
                                               BATCH, INNER, HIDDEN, MLP_BITS, MLP_GROUP, BLOCK_COLS,
-                                              NUM_PROGRAMS, USES_DOT)  # fmt: skip
+                                              NUM_PROGRAMS, USES_DOT, CACHE)  # fmt: skip
             bias = gate_up_bias_ptr + step * (2 * INNER)
             left = with_bias(left, bias, row, INNER, HAS_MLP_BIAS)
             right = with_bias(right, bias + INNER, row, INNER, HAS_MLP_BIAS)
@@ -190,7 +190,7 @@ def looped_kernel(
             row = tile * BLOCK_ROWS + line
             acc, _, queue = product(queue, down, line, inner_ptr, final_norm_ptr, none, entry,
                                     BATCH, HIDDEN, INNER, 1, MLP_BITS, MLP_GROUP, BLOCK_COLS,
-                                    NUM_PROGRAMS, False, USES_DOT)  # fmt: skip
+                                    NUM_PROGRAMS, False, USES_DOT, CACHE)  # fmt: skip
             acc = with_bias(acc, down_bias_ptr + step * HIDDEN, row, HIDDEN, HAS_MLP_BIAS)
             to = residual_ptr + entry[None, :] * HIDDEN + row[:, None]
             mask = (row < HIDDEN)[:, None] & is_entry[None, :]
@@ -204,12 +204,12 @@ def looped_kernel(
         queue = opened(table, program, line, VOCAB, HIDDEN, 1, TABLE_BITS, TABLE_GROUP,
                        BLOCK_COLS, NUM_PROGRAMS, USES_DOT)  # fmt: skip
         wait(counters_ptr, passed, NUM_PROGRAMS)
-        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, entry, cols, eps, BATCH, HIDDEN, BLOCK_COLS, CACHE)
         for tile in range(program, tl.cdiv(VOCAB, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc, _, queue = product(queue, table, line, residual_ptr, final_norm_ptr, inverse, entry,
                                     BATCH, VOCAB, HIDDEN, 1, TABLE_BITS, TABLE_GROUP, BLOCK_COLS,
-                                    NUM_PROGRAMS, True, USES_DOT)  # fmt: skip
+                                    NUM_PROGRAMS, True, USES_DOT, CACHE)  # fmt: skip
             to = logits_ptr + entry[None, :].to(tl.int64) * VOCAB + row[:, None]
             tl.store(to, acc, mask=(row < VOCAB)[:, None] & is_entry[None, :])
     leave(counters_ptr, NUM_PROGRAMS)

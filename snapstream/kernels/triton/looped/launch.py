@@ -144,6 +144,8 @@ class LoopedLaunch:
     num_warps: int
     loads_ahead: bool = True
     stages: int = 0  # blocks in the ring of ``ring.py``; 0: loads through registers, ``kernel.py``
+    cache: str = ".cg"  # how inputs of products are loaded: ".cg" past L1, ".ca" through it
+    phases: int = 1  # rows of the ring after which the swizzle of 16 bytes repeats; 1: none
 
 
 def default_launch(model: LoopedModel, num_programs: int, max_batch: int) -> LoopedLaunch:
@@ -185,6 +187,17 @@ def ring_launch(model: LoopedModel, num_programs: int, max_batch: int) -> Looped
         rows //= 2  # or some programs would have no tile of a matrix
     stages = 6 * 16384 // (rows * cols * num_bytes)
     return LoopedLaunch(num_programs=num_programs, block_rows=rows, block_cols=cols, num_warps=8, stages=stages)
+
+
+def ring_variants(model: LoopedModel, num_programs: int, max_batch: int) -> dict[str, LoopedLaunch]:
+    """``ring_launch``, and what only a GPU can compare with it: inputs through L1, because tiles of a program read the
+    same; and for tensor cores a swizzle, without which the rows of a block, 1,024 bytes each, meet in the same banks.
+    """
+    launch = ring_launch(model, num_programs, max_batch)
+    found = {"ring": launch, "ring, inputs in L1": replace(launch, cache=".ca")}
+    if _uses_dot(model, max_batch, is_ring=True):
+        found["ring, swizzled"] = replace(launch, phases=8)
+    return found
 
 
 class Looped:
@@ -271,6 +284,7 @@ class Looped:
             BEGINS=begins, ENDS=ends, LOADS_AHEAD=launch.loads_ahead, USES_DOT=uses_dot,
             NUM_PROGRAMS=launch.num_programs, BLOCK_ROWS=launch.block_rows, BLOCK_COLS=launch.block_cols,
             BLOCK_SLOTS=splits.block, SPLIT_SLOTS=splits.split_slots, NUM_SPLITS=splits.num_splits,
+            SPLITS_PAD=configs.power_of_two(splits.num_splits), CACHE=launch.cache,
             **of_form, num_warps=launch.num_warps, launch_cooperative_grid=launch.num_programs > 1,
         )  # fmt: skip
 
@@ -285,7 +299,7 @@ def _form(model: LoopedModel, launch: LoopedLaunch) -> tuple[Any, dict[str, Any]
     if launch.stages:
         from snapstream.kernels.triton.looped import ring
 
-        return ring.ring_kernel, {"STAGES": launch.stages}
+        return ring.ring_kernel, {"STAGES": launch.stages, "PHASES": launch.phases}
     arguments: dict[str, Any] = {
         f"{role}_scales_ptr": weight.scales.view(torch.int16)
         if isinstance(weight, Codes)

@@ -188,8 +188,6 @@ def first_col(place, sizes, BLOCK_COLS: tl.constexpr):
 # has been read (``tests/kernels/triton/looped/test_ring.py``). ``state`` is ``(slot to read, slot to fill, slots owed,
 # place of the next copy)``; ``source`` is ``(stacks, last layer, sizes)``.
 
-pass
-
 
 @gluon.jit
 def fill(
@@ -230,13 +228,13 @@ def fill(
 def inputs_at(
     begin, x_ptr, norm_ptr, inverse,
     BATCH: gl.constexpr, BATCH_PAD: gl.constexpr, COLS: gl.constexpr, BLOCK_COLS: gl.constexpr, BITS: gl.constexpr,
-    IS_NORMED: gl.constexpr,
+    IS_NORMED: gl.constexpr, CACHE: gl.constexpr,
 ):  # fmt: skip
     """Columns ``begin ..`` of every entry, fp32 ``[B', C]``, as weights of ``BITS`` want them."""
     layout: gl.constexpr = copied(BLOCK_COLS, gl.num_warps(), BITS)
     entry = gl.arange(0, BATCH_PAD, gl.SliceLayout(1, layout))
     col = begin + gl.arange(0, BLOCK_COLS, gl.SliceLayout(0, layout))
-    return activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED)
+    return activations(x_ptr, norm_ptr, inverse, entry, col, BATCH, COLS, IS_NORMED, CACHE)
 
 
 @gluon.jit
@@ -244,7 +242,7 @@ def product(
     ring, state, source, x, x_ptr, norm_ptr, inverse,
     BATCH: gl.constexpr, BATCH_PAD: gl.constexpr, COLS: gl.constexpr, IS_NORMED: gl.constexpr, USES_DOT: gl.constexpr,
     STAGES: gl.constexpr, NUM_PROGRAMS: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr,
-    ENDS: gl.constexpr,
+    ENDS: gl.constexpr, CACHE: gl.constexpr,
 ):  # fmt: skip
     """The next tile of the stream times every entry, fp32 ``[R, B']``, and the state after its blocks.
 
@@ -262,7 +260,9 @@ def product(
         acc = gl.zeros([BLOCK_ROWS, BATCH_PAD, BLOCK_COLS // width], gl.float32, gl.SliceLayout(3, spread))
     for begin in range(0, COLS, BLOCK_COLS):
         next_begin = tl.where(begin + BLOCK_COLS < COLS, begin + BLOCK_COLS, 0)
-        next_x = inputs_at(next_begin, x_ptr, norm_ptr, inverse, BATCH, BATCH_PAD, COLS, BLOCK_COLS, bits, IS_NORMED)
+        next_x = inputs_at(
+            next_begin, x_ptr, norm_ptr, inverse, BATCH, BATCH_PAD, COLS, BLOCK_COLS, bits, IS_NORMED, CACHE
+        )
         async_copy.wait_group(STAGES - 2)
         gl.thread_barrier()  # the copies of all threads are here, and all threads have read the block before
         if state[2] > 0:
@@ -289,8 +289,6 @@ def product(
 #
 # Gluon does not pipeline a loop by itself, so the slots of the next tile are loaded into registers before this one's
 # are used. Norms, rotation and the merge of splits are those of ``blocks.py``.
-
-pass
 
 
 @gluon.jit
@@ -381,9 +379,6 @@ def attend_split(
     gl.store(lse_ptr + to, best + tl.log2(total), mask=to_head < group)
 
 
-pass
-
-
 @gluon.jit
 def pass_barrier(
     counters_ptr, passed, ring, state, source,
@@ -413,7 +408,8 @@ def ring_kernel(
     HAS_HEAD_NORM: gl.constexpr, HAS_QKV_BIAS: gl.constexpr, HAS_O_BIAS: gl.constexpr, HAS_MLP_BIAS: gl.constexpr,
     BEGINS: gl.constexpr, ENDS: gl.constexpr, LOADS_AHEAD: gl.constexpr, USES_DOT: gl.constexpr,
     NUM_PROGRAMS: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLS: gl.constexpr,
-    BLOCK_SLOTS: gl.constexpr, SPLIT_SLOTS: gl.constexpr, NUM_SPLITS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_SLOTS: gl.constexpr, SPLIT_SLOTS: gl.constexpr, NUM_SPLITS: gl.constexpr, SPLITS_PAD: gl.constexpr,
+    STAGES: gl.constexpr, CACHE: gl.constexpr, PHASES: gl.constexpr,
 ):  # fmt: skip
     """Layers ``first_layer .. last_layer - 1``; with ``BEGINS`` the embedding before, with ``ENDS`` logits behind."""
     program = gl.program_id(0)
@@ -424,7 +420,7 @@ def ring_kernel(
     read: gl.constexpr = slots(gl.num_warps())
     QKV: gl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     WIDE: gl.constexpr = NUM_HEADS * HEAD_DIM
-    shared: gl.constexpr = gl.SwizzledSharedLayout(copy_width(bits), 1, 1, [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(copy_width(bits), 1, PHASES, [1, 0])
     ring = gl.allocate_shared_memory(kind, [STAGES, BLOCK_ROWS, BLOCK_COLS], shared)
     sizes = (HIDDEN, QKV, WIDE, INNER, VOCAB)
     source = ((qkv_ptr, o_ptr, gate_up_ptr, down_ptr, head_ptr), last_layer, sizes)
@@ -454,14 +450,14 @@ def ring_kernel(
         step = tl.cast(layer, tl.int64)
 
         # 1: norm, QKV
-        inverse = inverse_norms(residual_ptr, all_entries, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, all_entries, cols, eps, BATCH, HIDDEN, BLOCK_COLS, CACHE)
         norm = input_norm_ptr + step * HIDDEN
-        x = inputs_at(0, residual_ptr, norm, inverse, BATCH, BATCH_PAD, HIDDEN, BLOCK_COLS, bits, True)
+        x = inputs_at(0, residual_ptr, norm, inverse, BATCH, BATCH_PAD, HIDDEN, BLOCK_COLS, bits, True, CACHE)
         for tile in range(program, gl.cdiv(QKV, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc, x, state = product(ring, state, source, x, residual_ptr, norm, inverse,
                                  BATCH, BATCH_PAD, HIDDEN, True, USES_DOT, STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS,
-                                 ENDS)  # fmt: skip
+                                 ENDS, CACHE)  # fmt: skip
             acc = with_bias(acc, qkv_bias_ptr + step * QKV, row, QKV, HAS_QKV_BIAS)
             to = heads_ptr + entry[None, :] * QKV + row[:, None]
             gl.store(to, acc.to(kind), mask=(row < QKV)[:, None] & is_entry)
@@ -491,7 +487,7 @@ def ring_kernel(
                 if before == num_used - 1:
                     tl.debug_barrier()
                     merge_splits(partial_ptr, lse_ptr, attended_ptr, own, kv_head, num_used,
-                                 gl.arange(0, GROUP_PAD, gl.SliceLayout(1, read)),
+                                 gl.arange(0, SPLITS_PAD, gl.SliceLayout(1, read)),
                                  gl.arange(0, HEAD_PAD, gl.SliceLayout(0, read)),
                                  NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, NUM_SPLITS)  # fmt: skip
                     gl.store(ended, 0)  # no program comes here again before the next layer's barrier
@@ -499,12 +495,12 @@ def ring_kernel(
                                      STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS, ENDS)  # fmt: skip
 
         # 3: O, and into the residual stream
-        x = inputs_at(0, attended_ptr, o_ptr, 0, BATCH, BATCH_PAD, WIDE, BLOCK_COLS, bits, False)
+        x = inputs_at(0, attended_ptr, o_ptr, 0, BATCH, BATCH_PAD, WIDE, BLOCK_COLS, bits, False, CACHE)
         for tile in range(program, gl.cdiv(HIDDEN, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc, x, state = product(ring, state, source, x, attended_ptr, o_ptr, 0,
                                  BATCH, BATCH_PAD, WIDE, False, USES_DOT, STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS,
-                                 ENDS)  # fmt: skip
+                                 ENDS, CACHE)  # fmt: skip
             acc = with_bias(acc, o_bias_ptr + step * HIDDEN, row, HIDDEN, HAS_O_BIAS)
             to = residual_ptr + entry[None, :] * HIDDEN + row[:, None]
             mask = (row < HIDDEN)[:, None] & is_entry
@@ -513,18 +509,18 @@ def ring_kernel(
                                      STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS, ENDS)  # fmt: skip
 
         # 4: norm, gate and up, SwiGLU
-        inverse = inverse_norms(residual_ptr, all_entries, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
+        inverse = inverse_norms(residual_ptr, all_entries, cols, eps, BATCH, HIDDEN, BLOCK_COLS, CACHE)
         norm = post_norm_ptr + step * HIDDEN
         bias = gate_up_bias_ptr + step * (2 * INNER)
-        x = inputs_at(0, residual_ptr, norm, inverse, BATCH, BATCH_PAD, HIDDEN, BLOCK_COLS, bits, True)
+        x = inputs_at(0, residual_ptr, norm, inverse, BATCH, BATCH_PAD, HIDDEN, BLOCK_COLS, bits, True, CACHE)
         for tile in range(program, gl.cdiv(INNER, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             left, x, state = product(ring, state, source, x, residual_ptr, norm, inverse,
                                  BATCH, BATCH_PAD, HIDDEN, True, USES_DOT, STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS,
-                                 ENDS)  # fmt: skip
+                                 ENDS, CACHE)  # fmt: skip
             right, x, state = product(ring, state, source, x, residual_ptr, norm, inverse,
                                  BATCH, BATCH_PAD, HIDDEN, True, USES_DOT, STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS,
-                                 ENDS)  # fmt: skip
+                                 ENDS, CACHE)  # fmt: skip
             left = with_bias(left, bias, row, INNER, HAS_MLP_BIAS)
             right = with_bias(right, bias + INNER, row, INNER, HAS_MLP_BIAS)
             to = inner_ptr + entry[None, :] * INNER + row[:, None]
@@ -534,12 +530,12 @@ def ring_kernel(
                                      STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS, ENDS)  # fmt: skip
 
         # 5: down, and into the residual stream
-        x = inputs_at(0, inner_ptr, down_ptr, 0, BATCH, BATCH_PAD, INNER, BLOCK_COLS, bits, False)
+        x = inputs_at(0, inner_ptr, down_ptr, 0, BATCH, BATCH_PAD, INNER, BLOCK_COLS, bits, False, CACHE)
         for tile in range(program, gl.cdiv(HIDDEN, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc, x, state = product(ring, state, source, x, inner_ptr, down_ptr, 0,
                                  BATCH, BATCH_PAD, INNER, False, USES_DOT, STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS,
-                                 ENDS)  # fmt: skip
+                                 ENDS, CACHE)  # fmt: skip
             acc = with_bias(acc, down_bias_ptr + step * HIDDEN, row, HIDDEN, HAS_MLP_BIAS)
             to = residual_ptr + entry[None, :] * HIDDEN + row[:, None]
             mask = (row < HIDDEN)[:, None] & is_entry
@@ -548,13 +544,13 @@ def ring_kernel(
                                      STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS, ENDS)  # fmt: skip
 
     if ENDS:
-        inverse = inverse_norms(residual_ptr, all_entries, cols, eps, BATCH, HIDDEN, BLOCK_COLS)
-        x = inputs_at(0, residual_ptr, final_norm_ptr, inverse, BATCH, BATCH_PAD, HIDDEN, BLOCK_COLS, bits, True)
+        inverse = inverse_norms(residual_ptr, all_entries, cols, eps, BATCH, HIDDEN, BLOCK_COLS, CACHE)
+        x = inputs_at(0, residual_ptr, final_norm_ptr, inverse, BATCH, BATCH_PAD, HIDDEN, BLOCK_COLS, bits, True, CACHE)
         for tile in range(program, gl.cdiv(VOCAB, BLOCK_ROWS), NUM_PROGRAMS):
             row = tile * BLOCK_ROWS + line
             acc, x, state = product(ring, state, source, x, residual_ptr, final_norm_ptr, inverse,
                                  BATCH, BATCH_PAD, HIDDEN, True, USES_DOT, STAGES, NUM_PROGRAMS, BLOCK_ROWS, BLOCK_COLS,
-                                 ENDS)  # fmt: skip
+                                 ENDS, CACHE)  # fmt: skip
             to = logits_ptr + entry[None, :].to(gl.int64) * VOCAB + row[:, None]
             gl.store(to, acc, mask=(row < VOCAB)[:, None] & is_entry)
     async_copy.wait_group(0)

@@ -28,7 +28,7 @@ from snapstream.kernels.triton.looped.launch import (  # noqa: E402
     LoopedLaunch,
     LoopedModel,  # noqa: E402
     default_launch,
-    ring_launch,
+    ring_variants,
 )
 from tests.kernels.triton.looped import twin  # noqa: E402
 from tests.kernels.triton.looped.stand_in import stand_in  # noqa: E402
@@ -166,6 +166,6 @@ def test_the_cut_gives_every_program_a_tile_and_fits_shared_memory() -> None:
     for dtype, max_batch in product((torch.float32, torch.bfloat16), (1, 4, 16)):
         model = model_of(dtype, 4, 2, 16, is_plain=True)
         launch = default_launch(model, 132, max_batch)
-        assert launch == ring_launch(model, 132, max_batch)
+        assert launch == ring_variants(model, 132, max_batch)["ring"]
         size = launch.stages * launch.block_rows * launch.block_cols * model.qkv.element_size()
         assert size <= 96 * 1024 and launch.block_cols >= 128
