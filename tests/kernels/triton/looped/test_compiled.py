@@ -11,14 +11,14 @@ from benchmarks.machine import RESULTS
 from tests.kernels.triton.test_tools import SHARED_LIMIT, pytestmark, run_module
 
 __all__ = ["pytestmark"]
-FEW_BYTES = 40  # of a thread, that shapes at the limit of 255 registers spill
-MORE_BYTES = {"int4 in groups of 128": 88}
+FEW_BYTES = {"sm_80": 64, "sm_90": 0}  # of a thread, that shapes at the limit of 255 registers spill
+MORE_BYTES = {"int4 in groups of 128": 104}
 THREADS_REGISTERS = 65536  # of a multiprocessor: the program must fit, or the cooperative launch fails
 
 
 def check(kernels: list[dict[str, Any]]) -> None:
     for entry in kernels:
-        assert entry["spill_bytes"] <= MORE_BYTES.get(entry["weights"], FEW_BYTES), entry
+        assert entry["spill_bytes"] <= MORE_BYTES.get(entry["weights"], FEW_BYTES[entry["arch"]]), entry
         assert entry["shared_bytes"] <= SHARED_LIMIT[entry["arch"]], entry
         assert entry["registers"] * 32 * entry["num_warps"] <= THREADS_REGISTERS, entry
         if entry["form"].startswith(("looped", "ring")):  # before O, gate and up, down, the next QKV or the tables
