@@ -18,7 +18,7 @@ from snapstream.kernels.backends import latents as plain
 from snapstream.kernels.backends.latents import VERSIONS, Case, random_rows
 from snapstream.kernels.interface import HeadNorm, RowPlaces, bind
 from tests.kernels.layers import one_layer
-from tests.kernels.triton import checks, checks_codes, checks_experts, checks_latent, checks_recurrence
+from tests.kernels.triton import checks, checks_latent, checks_products, checks_recurrence
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
@@ -99,8 +99,8 @@ def test_packages_over_latents(name: str, num_heads: int) -> None:
 def test_experts(counts: list[int], is_fp8: bool, dtype: torch.dtype) -> None:
     if is_fp8 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no FP8 (e4m3)")
-    checks_experts.check_grouped_linear(counts, 1536, 2048, is_fp8, dtype, "cuda")
-    checks_experts.check_grouped_linear(counts, 200, 304, is_fp8, dtype, "cuda")
+    checks_products.check_grouped_linear(counts, 1536, 2048, is_fp8, dtype, "cuda")
+    checks_products.check_grouped_linear(counts, 200, 304, is_fp8, dtype, "cuda")
 
 
 @dtypes
@@ -109,7 +109,7 @@ def test_experts(counts: list[int], is_fp8: bool, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 100])
 def test_products_with_codes(num_tokens: int, bits: int, group: int, dtype: torch.dtype) -> None:
     for num_out, num_in in ((2048, 8192), (4096, 14336), (200, 384)):
-        checks_codes.check_code_linear(num_tokens, num_out, num_in, bits, group, dtype, "cuda")
+        checks_products.check_code_linear(num_tokens, num_out, num_in, bits, group, dtype, "cuda")
 
 
 @pytest.mark.parametrize("batch", [2, 8, 33, 255, 256])

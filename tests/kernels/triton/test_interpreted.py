@@ -21,10 +21,9 @@ from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.types import SamplingParams
 from tests.kernels.triton import (
     checks,
-    checks_codes,
-    checks_experts,
     checks_fp8,
     checks_latent,
+    checks_products,
     checks_recurrence,
     interpreter,
 )
@@ -176,15 +175,15 @@ def test_gather_rows(head_dim: int, num_tokens: int, num_kept: int, dtype: torch
     [(1, 32, torch.float32), (16, 128, torch.bfloat16), (33, 32, torch.bfloat16), (17, 64, torch.float16)],
 )
 def test_tokens_and_groups(num_tokens: int, group: int, dtype: torch.dtype, bits: int) -> None:
-    checks_codes.check_code_linear(num_tokens, 45, 9 * group, bits, group, dtype, "cpu")
+    checks_products.check_code_linear(num_tokens, 45, 9 * group, bits, group, dtype, "cpu")
 
 
 def test_more_tokens_than_a_tile() -> None:
-    checks_codes.check_code_linear(70, 33, 64, 4, 32, torch.bfloat16, "cpu")
+    checks_products.check_code_linear(70, 33, 64, 4, 32, torch.bfloat16, "cpu")
 
 
 def test_refusals() -> None:
-    checks_codes.check_refusals("cpu")
+    checks_products.check_code_refusals("cpu")
 
 
 @pytest.mark.parametrize("width", ["int8", "int4"])
@@ -231,19 +230,19 @@ COUNTS = {"one": [0, 0, 1], "some": [3, 0, 40, 0, 0, 17, 33], "full tiles": [32,
     ("counts", "dtype"), list(zip(COUNTS, [torch.float32, torch.bfloat16, torch.float16], strict=True))
 )
 def test_experts_with_any_number_of_rows(counts: str, is_fp8: bool, dtype: torch.dtype) -> None:
-    checks_experts.check_grouped_linear(COUNTS[counts], 80, 72, is_fp8, dtype, "cpu")
+    checks_products.check_grouped_linear(COUNTS[counts], 80, 72, is_fp8, dtype, "cpu")
 
 
 def test_sizes_beyond_a_block_of_scales() -> None:
-    checks_experts.check_grouped_linear([1, 2, 0, 35], 200, 304, True, torch.bfloat16, "cpu")
+    checks_products.check_grouped_linear([1, 2, 0, 35], 200, 304, True, torch.bfloat16, "cpu")
 
 
 def test_more_experts_than_a_power_of_two() -> None:
-    checks_experts.check_grouped_linear([i % 3 for i in range(21)], 32, 32, False, torch.float32, "cpu")
+    checks_products.check_grouped_linear([i % 3 for i in range(21)], 32, 32, False, torch.float32, "cpu")
 
 
 def test_refusals_of_interpreted_experts() -> None:
-    checks_experts.check_refusals("cpu")
+    checks_products.check_expert_refusals("cpu")
 
 
 @torch.inference_mode()
