@@ -43,11 +43,12 @@ def test_binding_a_cpu_imports_no_triton() -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_has_the_signature_of_its_reference(version: KernelVersion, field: str) -> None:
-    want = list(inspect.signature(getattr(reference, field)).parameters)
     function = getattr(bind("cpu", version), field)
     if function is None:
-        assert field == "code_linear"  # there matrices of codes are widened
+        # Matrices of codes are widened there, and states copied.
+        assert field in ("code_linear", "conv_step", "memory_step")
         return
+    want = list(inspect.signature(getattr(reference, field)).parameters)
     got = list(inspect.signature(function).parameters)
     assert got[: len(want)] == want  # the tests of a part may give more
 
