@@ -72,11 +72,11 @@ def product_kernel(
         if PARTS == 2:
             left, right, queue = product_pair(queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
                                               BATCH, ROWS, COLS, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS,
-                                              USES_DOT)  # fmt: skip
+                                              USES_DOT, ".cg")  # fmt: skip
         else:
             left, right, queue = product(queue, matrix, line, x_ptr, norm_ptr, inverse, entry,
                                          BATCH, ROWS, COLS, 1, BITS, GROUP, BLOCK_COLS, NUM_PROGRAMS,
-                                         True, USES_DOT)  # fmt: skip
+                                         True, USES_DOT, ".cg")  # fmt: skip
         row = tile * BLOCK_ROWS + line
         at = out_ptr + row[:, None] * BATCH + entry[None, :]
         mask = (row < ROWS)[:, None] & (entry < BATCH)[None, :]
