@@ -27,10 +27,11 @@ def _numbers(settings: Settings, name: str, count: int) -> tuple[float, ...]:
 
 
 def _mamba2(settings: Settings) -> Mamba2:
-    inner = settings.get("mamba_d_ssm")
     heads = whole_number(settings, "mamba_n_heads")
-    if inner is None:
+    if settings.get("mamba_d_ssm") is None:
         inner = whole_number(settings, "mamba_expand") * whole_number(settings, "hidden_size")
+    else:
+        inner = whole_number(settings, "mamba_d_ssm")
     head_dim = settings["mamba_d_head"]
     head_dim = inner // max(heads, 1) if head_dim in (None, "auto") else whole_number(settings, "mamba_d_head")
     if heads * head_dim != inner:
