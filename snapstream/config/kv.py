@@ -222,6 +222,7 @@ class HeadSlots:
     budget: KVBudget
     model: str = ""  # fingerprint of the only checkpoint that they are for
     shares: Shares = ()  # by which rows are divided prompt by prompt; none: by ``topk``, as ranks do
+    most: int = 0  # of a rank: ``longest`` of all
 
     @property
     def num_heads(self) -> int:
@@ -245,8 +246,8 @@ class HeadSlots:
 
     @cached_property
     def longest(self) -> int:
-        """The most slots that a head has in any row."""
-        return max(self.widest.capacity, self.budget.capacity)
+        """The most slots that a head has in any row, on any rank."""
+        return max(self.widest.capacity, self.budget.capacity, self.most)
 
     @cached_property
     def distinct(self) -> tuple[KVBudget, ...]:
@@ -294,7 +295,8 @@ class HeadSlots:
         heads = self.num_heads
         first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
         shares = self.shares if num_ranks == 1 else ()
-        return replace(self, topk=tuple(layer[first : first + own] for layer in self.topk), shares=shares)
+        topk = tuple(layer[first : first + own] for layer in self.topk)
+        return replace(self, topk=topk, shares=shares, most=self.longest)
 
     def mean_capacity(self, num_ranks: int) -> int:
         """Slots of a mean head, rounded up, on the rank whose heads have most."""
@@ -310,11 +312,12 @@ class HeadSlots:
         """Of a head with so many slots beside sinks and ring. The ring of a large head takes its part of them.
 
         Else facts at the end of the prompt, which are no candidates, would be lost with the first tokens of the answer
-        in heads that keep all other facts (docs/research/log.md, 2026-11-26).
+        in heads that keep all other facts (docs/research/log.md, 2026-11-26). Not on several ranks, whose scores are
+        summed: all heads have as many candidates there.
         """
         sinks, ring = self.budget.num_sink, self.budget.num_recent
         room = num_topk + ring
-        if num_topk > self.budget.num_topk:
+        if self.shares and num_topk > self.budget.num_topk:
             ring = ring * (sinks + room) // self.budget.capacity
         return KVBudget(num_sink=sinks, num_topk=room - ring, num_recent=ring)
 

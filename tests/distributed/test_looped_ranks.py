@@ -55,7 +55,7 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     torch.testing.assert_close(own.logits, eager.logits, rtol=0.0, atol=5e-5)  # sums in another order
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [name for name in HYBRIDS if "falcon" not in name])  # which is refused
 def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     check(two, looped(checkpoint(name)), STATES_TOLERANCE)
 

@@ -37,7 +37,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # unless it is an entry point, an optional dependency or an entry of a registry.
 COUNTS = {
     "Python files of the package": 218,
-    "Python lines of the package": 54242,
+    "Python lines of the package": 54246,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 239,
     "modules with one importer": 28,

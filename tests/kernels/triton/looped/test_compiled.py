@@ -12,7 +12,7 @@ from tests.kernels.triton.test_tools import SHARED_LIMIT, pytestmark, run_module
 
 __all__ = ["pytestmark"]
 FEW_BYTES = {"sm_80": 64, "sm_90": 0}  # of a thread, that shapes at the limit of 255 registers spill
-MORE_BYTES = {"int4 in groups of 128": 104}
+MORE_BYTES = {"int4 in groups of 32": 48, "int4 in groups of 128": 104}
 THREADS_REGISTERS = 65536  # of a multiprocessor: the program must fit, or the cooperative launch fails
 
 
