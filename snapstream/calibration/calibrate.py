@@ -271,6 +271,8 @@ def calibrate(
     config = read_model_config(model)
     if config.latent is not None:
         raise ValueError("this model keeps latents, one for all heads of a layer; it needs no profile")
+    if config.has_uneven_layers:
+        raise ValueError(f"no profile for {config.architecture}, whose layers differ in their heads")
     if not kv_spec_of(config, "float32").budget_layers:
         raise ValueError("all layers of this model have sliding windows, to which no budget applies; no profile")
     tokenizer = find_tokenizer(model)

@@ -50,7 +50,7 @@ gets. Rows keep their size. It reads generated documents with questions, or wind
 
 \b
 Examples:
-  snapstream calibrate Qwen3-0.6B/               # then: snapstream serve Qwen3-0.6B/ --heads auto --selector diverse
+  snapstream calibrate Qwen3-0.6B/               # then: snapstream serve Qwen3-0.6B/ --heads auto
   snapstream calibrate Qwen3-0.6B/ -o heads.json --text manual.txt --prompt-len 8192
   snapstream serve Qwen3-0.6B/ --heads heads.json --budget 2048
 """

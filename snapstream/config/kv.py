@@ -2,8 +2,8 @@
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
 off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets a profile says which share of
-the top-k slots each head gets; all have the same sinks, and large ones a longer ring. A row takes the bytes that it
-takes with equal heads, which rows of prompts that fit have.
+the top-k slots each head gets; all have the same sinks, and on one device large ones a longer ring. A row takes the
+bytes that it takes with equal heads, which rows of prompts that fit have.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class HeadSlots:
     budget: KVBudget
     model: str = ""  # fingerprint of the only checkpoint that they are for
     shares: Shares = ()  # by which rows are divided prompt by prompt; none: by ``topk``, as ranks do
-    most: int = 0  # of a rank: ``longest`` of all
+    longest_of_all: int = 0  # of a rank: ``longest`` on all of them
 
     @property
     def num_heads(self) -> int:
@@ -246,8 +246,8 @@ class HeadSlots:
 
     @cached_property
     def longest(self) -> int:
-        """The most slots that a head has in any row, on any rank."""
-        return max(self.widest.capacity, self.budget.capacity, self.most)
+        """The most slots that a head has in any row."""
+        return max(self.widest.capacity, self.budget.capacity)
 
     @cached_property
     def distinct(self) -> tuple[KVBudget, ...]:
@@ -260,7 +260,8 @@ class HeadSlots:
         No head gets more slots than the prompt has tokens. So a row that holds the whole prompt has equal heads, and
         nothing is lost there.
         """
-        return _row_slots(self, budget, min(max(prompt_len, budget.capacity), self.longest))
+        longest = max(self.longest, self.longest_of_all)
+        return _row_slots(self, budget, min(max(prompt_len, budget.capacity), longest))
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -296,7 +297,7 @@ class HeadSlots:
         first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
         shares = self.shares if num_ranks == 1 else ()
         topk = tuple(layer[first : first + own] for layer in self.topk)
-        return replace(self, topk=topk, shares=shares, most=self.longest)
+        return replace(self, topk=topk, shares=shares, longest_of_all=self.longest)
 
     def mean_capacity(self, num_ranks: int) -> int:
         """Slots of a mean head, rounded up, on the rank whose heads have most."""
@@ -309,7 +310,7 @@ class HeadSlots:
         return sum(seen) // len(seen)
 
     def _with(self, num_topk: int) -> KVBudget:
-        """Of a head with so many slots beside sinks and ring. The ring of a large head takes its part of them.
+        """Of a head with so many slots besides sinks and ring. The ring of a large head takes its part of them.
 
         Else facts at the end of the prompt, which are no candidates, would be lost with the first tokens of the answer
         in heads that keep all other facts (docs/research/log.md, 2026-11-26). Not on several ranks, whose scores are

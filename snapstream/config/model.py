@@ -193,7 +193,7 @@ class Multipliers:
     residual: float = 1.0  # outputs of attention and of the MLP, before they are added
     attention: float = 1.0  # products of queries and keys, beside the usual 1 / sqrt(E)
     logits: float = 1.0
-    # Of Falcon-H1: outputs of attention, of recurrence beside it and of the MLP; gates before their activation.
+    # Of Falcon-H1: outputs of attention, of the parallel recurrence and of the MLP; gates before their activation.
     attention_out: float = 1.0
     recurrent_out: float = 1.0
     mlp_out: float = 1.0
@@ -488,7 +488,7 @@ class ModelConfig:
                 isinstance(self.recurrent, Mamba2) and len(self.recurrent_layers) == self.num_layers
                 and self.mlp_layers is None and self.latent is None and not self.has_attention_gate
                 and self.norms.has_inputs,
-                "attention beside recurrence needs Mamba-2 in all layers, and excludes latents and gates of attention",
+                "attention parallel to recurrence needs Mamba-2 in all layers, without latents and attention gates",
             )  # fmt: skip
         check(len(self.attention_layers) > 0, "a model without any attention layer is not supported")
         if self.mlp_layers is not None:
@@ -688,7 +688,7 @@ class ModelConfig:
         """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
         if self.has_parallel_recurrence:
             return (
-                f"recurrent states: each of {self.num_layers} layers keeps a state of constant size beside its slots, "
+                f"recurrent states: each of {self.num_layers} layers keeps a state of constant size and slots, "
                 "to which the budget applies"
             )
         if self.recurrent_layers:

@@ -414,8 +414,10 @@ class LoopedDecode:
         """The step with the addresses of a batch, which must live as long."""
         step = self._step
         step.ahead, step.inputs = address(batch.ahead), address(batch.inputs)
-        yield step
-        step.ahead, step.inputs = None, None
+        try:
+            yield step
+        finally:
+            step.ahead, step.inputs = None, None
 
     def _draw_in_turn(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
         """Sample the first entry of every row, then the second of those whose draft was right, and so on: what a token

@@ -366,16 +366,25 @@ class KVCache:
         return [*flat, *(own.view(-1) for own in scales if own is not None)]
 
     def slot_indices(self, places: Sequence[RowPlaces]) -> Tensor:
-        """Indices ``[L', B, G]`` in ``flat`` of the slots of ``places`` (by layer) in the layers that have some."""
-        heads, found = self.spec.num_kv_heads, []
-        for layer in self.spec.slot_layer_indices:
-            rows, slots = places[layer].rows, places[layer].slots
-            if self.has_own_heads(layer):
-                found.append((rows + slots).view(-1, heads))
-                continue
-            firsts = rows[:, None] * heads + torch.arange(heads, device=rows.device)  # [B, G]
-            found.append(self.layer_starts[layer] + firsts * self.layer_slots[layer] + slots[:, None])
-        return torch.stack(found)
+        """Indices ``[L', B, G]`` in ``flat`` of the slots of ``places`` (by layer) in the layers that have some, those
+        with per-head budgets first.
+        """
+        layers, heads = self.spec.slot_layer_indices, self.spec.num_kv_heads
+        own = [layer for layer in layers if self.has_own_heads(layer)]
+        blocks = [layer for layer in layers if layer not in own] if own else layers
+        found = []
+        if own:
+            firsts = torch.stack([places[layer].rows + places[layer].slots for layer in own])
+            found.append(firsts.view(len(own), -1, heads))
+        if blocks:
+            slots = torch.stack([places[layer].slots for layer in blocks])  # [L'', B]
+            starts, sizes = (
+                torch.tensor([of[layer] for layer in blocks], device=slots.device)[:, None, None]
+                for of in (self.layer_starts, self.layer_slots)
+            )
+            firsts = places[blocks[0]].rows[:, None] * heads + torch.arange(heads, device=slots.device)  # [B, G]
+            found.append(starts + firsts * sizes + slots[..., None])
+        return torch.cat(found)
 
     def tokens(self, layer: int, row: int, slots: Tensor, span: HeadSpan | None = None) -> tuple[Tensor, Tensor]:
         """Copies of the keys ``[g, n, E]`` and values ``[g, n, E']`` in ``slots [n]`` of a span."""

@@ -62,8 +62,7 @@ def write_rows(
     """Write one layer of a prompt into each of ``rows``.
 
     ``keys, values [G, N, E]`` are the prompt's staging range; ``queries [w, H, E]`` are needed if anything is selected.
-    Returns the kept positions ``[g, C]`` of each span of kv heads, None if
-    all were kept.
+    Returns the kept positions ``[g, C]`` of each span of kv heads, None if all were kept.
     """
     prompt_len, kept = keys.shape[1], []
     for span in cache.spans(layer, budget, prompt_len):

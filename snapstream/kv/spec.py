@@ -36,7 +36,7 @@ class Full:
     num_kv_heads: int  # G
     key_dim: int  # elements of a key or query per head
     value_dim: int  # elements of a value per kv head
-    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of the state that it has beside slots, as ``State``
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of the state that it has besides slots, as ``State``
 
     def budget(self, row_budget: KVBudget) -> KVBudget:
         """Slots of each kv head of this layer in a row with ``row_budget``."""

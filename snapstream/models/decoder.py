@@ -32,7 +32,7 @@ from snapstream.models.latent import (
 )
 from snapstream.models.layers import DenseLayer, KVView, LayerEnd, MlpLayer, TokenInputs, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
-from snapstream.models.recurrent import RECURRENT_LAYERS, MambaBesideAttention
+from snapstream.models.recurrent import RECURRENT_LAYERS, ParallelMambaLayer
 from snapstream.models.registry import FAMILIES, kv_spec_of
 from snapstream.models.rope import Rope
 from snapstream.models.weights import DecoderWeights, LayerWeights
@@ -287,7 +287,7 @@ class Decoder:
         classes = [_layer_class(self.config)] * self.config.num_layers
         for index in self.config.recurrent_layers:
             own = RECURRENT_LAYERS[type(self.config.recurrent)]
-            classes[index] = MambaBesideAttention if self.config.has_parallel_recurrence else own
+            classes[index] = ParallelMambaLayer if self.config.has_parallel_recurrence else own
         if self.config.mlp_layers is not None:
             for index in self.config.mlp_layers:
                 classes[index] = MlpLayer

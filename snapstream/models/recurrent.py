@@ -171,7 +171,7 @@ class Mamba2Layer(DenseLayer):
         return self._kernels.memory_step(mixed, gates, states["memory"], rows, self._rate, self._step, self._skip)
 
 
-class MambaBesideAttention(Mamba2Layer):
+class ParallelMambaLayer(Mamba2Layer):
     """A layer with attention and Mamba-2 over one normed input, whose outputs are added (Falcon-H1).
 
     What it hands on between its halves is the attended heads and the output of the scan side by side.

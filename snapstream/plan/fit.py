@@ -200,6 +200,10 @@ def engine_config(
         prefix_row_len=0 if store is None else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
+    if model.has_uneven_layers and config.reselection is not None:
+        raise ValueError(
+            f"KV re-selection is not supported for {model.architecture}, whose layers differ in their heads"
+        )
     no_store = "recurrent layers" if model.recurrent_layers else "layers that differ in their heads"
     if (model.recurrent_layers or model.has_uneven_layers) and store is not None and device.startswith("cuda"):
         raise ValueError(
@@ -259,6 +263,10 @@ def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOption
 def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
     """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
     spec = kv_spec_of(model, "float32")
+    if model.has_uneven_layers:
+        raise ValueError(
+            f"heads: per-head KV budgets are not supported for {model.architecture}, whose layers differ in their heads"
+        )
     if not spec.budget_layers:
         raise ValueError(
             f"heads: all {spec.num_layers} layers of {model.architecture} have sliding windows, to which no budget "

@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from snapstream.config import KVDType, ModelConfig, ReselectionConfig, WeightFormats
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import NO_TOKEN
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.exec.speculation import SlotBackup, draft_batch
@@ -294,16 +296,26 @@ RECURRENT_MODELS = [
 ]  # fmt: skip
 
 
+def recurrent_formats(case: int) -> WeightFormats:
+    _, width, rounds = RECURRENT_MODELS[case]
+    return WeightFormats.of(width).rounding_inputs() if rounds else WeightFormats.of(width)
+
+
+def with_random_states(case: int, instructions: InstructionSet) -> tuple[ModelConfig, ModelRunner, list[Tensor]]:
+    """A recurrent model, its runner, and the states of its layers."""
+    model = RECURRENT_MODELS[case][0]
+    runner = random_runner(model, recurrent_formats(case), "auto", make_panels(load(instructions)), 24, case)
+    states = [tensor for layer in model.recurrent_layers for tensor in runner.cache.state(layer).values()]
+    for tensor in states:
+        tensor.normal_()
+    return model, runner, states
+
+
 @pytest.mark.parametrize("instructions", instruction_sets())
 @pytest.mark.parametrize("case", range(len(RECURRENT_MODELS)))
 def test_states_go_on_by_accepted_drafts(case: int, instructions: InstructionSet) -> None:
     """Of rows whose drafts are right, right at first, wrong and absent: tokens and states are those of single steps."""
-    model, width, rounds = RECURRENT_MODELS[case]
-    formats = WeightFormats.of(width).rounding_inputs() if rounds else WeightFormats.of(width)
-    runner = random_runner(model, formats, "auto", make_panels(load(instructions)), 24, case)
-    states = [tensor for layer in model.recurrent_layers for tensor in runner.cache.state(layer).values()]
-    for tensor in states:
-        tensor.normal_()
+    model, runner, states = with_random_states(case, instructions)
     if model.latent is not None:  # drafts are not verified in full rings, where latents are written before any attends
         runner.rows.num_tokens.clamp_(max=20)
     counters = runner.rows.last_token, runner.rows.num_tokens, runner.rows.next_position
@@ -340,12 +352,7 @@ def test_states_go_on_by_accepted_drafts(case: int, instructions: InstructionSet
 @pytest.mark.parametrize("case", range(len(RECURRENT_MODELS)))
 def test_recurrent_layers(case: int, instructions: InstructionSet) -> None:
     """Several steps from random states: logits and states are eager's, and the same bits in a batch and alone."""
-    model, width, rounds = RECURRENT_MODELS[case]
-    formats = WeightFormats.of(width).rounding_inputs() if rounds else WeightFormats.of(width)
-    runner = random_runner(model, formats, "auto", make_panels(load(instructions)), 24, case)
-    states = [tensor for layer in model.recurrent_layers for tensor in runner.cache.state(layer).values()]
-    for tensor in states:
-        tensor.normal_()
+    (model, runner, states), rounds = with_random_states(case, instructions), RECURRENT_MODELS[case][2]
     kept = [tensor.clone() for tensor in (*states, runner.cache.k, runner.cache.v)]
     counters = runner.rows.last_token, runner.rows.num_tokens, runner.rows.next_position
     counted = [tensor.clone() for tensor in counters]
@@ -369,7 +376,9 @@ def test_recurrent_layers(case: int, instructions: InstructionSet) -> None:
         alone, left_alone = run(looped, [[row] for row in range(5)])
         parts = runner.step_parts
         if rounds:  # outside of looped steps, products over panels do not round
-            parts = replace(parts, decoder=random_runner(model, formats, "auto", make_matrix, 24, case).decoder)
+            parts = replace(
+                parts, decoder=random_runner(model, recurrent_formats(case), "auto", make_matrix, 24, case).decoder
+            )
         want, expected = run(EagerDecode(parts), [list(range(5))])
     looped.close()
     assert torch.equal(got, alone) and all(map(torch.equal, left, left_alone))

@@ -19,8 +19,8 @@ from torch import Tensor
 from snapstream.kernels.pytorch import share_sinks
 
 # Prefill. All align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads and
-# strided K and V, so that a range of the staging buffers is passed without a copy. Models with learned attention sinks
-# are refused before (``prefill.Case``), but for PyTorch's kernel; those with a cap of scores, for PyTorch's.
+# strided K and V, so that a range of the staging buffers is passed without a copy. PyTorch's kernel alone takes learned
+# attention sinks, and it has no cap of scores; the others are not asked for sinks (``prefill.Case``).
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def test_the_row_of_a_request_fits_into_a_row(
         halves = [own.of(asked, prompt) for own in ranks]
         assert all(half.row_slots <= own.row_slots for half, own in zip(halves, ranks, strict=True))
         assert all(half.longest <= own.longest for half, own in zip(halves, ranks, strict=True))
+        whole = replace(slots, shares=()).of(asked, prompt)
+        assert [half.topk for half in halves] == [whole.of_rank(rank, 2).topk for rank in range(2)]
     assert slots.of(budget, 5000) == slots
 
 

@@ -14,7 +14,7 @@ from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.cli import main
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, ReselectionConfig, Settings, WeightFormat
 from snapstream.config.kv import HeadProfile
-from snapstream.config.model import LatentConfig
+from snapstream.config.model import HeadSizes, LatentConfig
 from snapstream.config.values import format_bytes
 from snapstream.config.weights import StoredWeights
 from snapstream.llm import LLM
@@ -98,6 +98,11 @@ def test_sliding_windows_are_slots_that_no_budget_changes() -> None:
     assert heads is not None and heads.topk[:8] == ((),) * 8 and heads.row_slots == 64 * 8192
     with pytest.raises(ValueError, match="all 16 layers of LlamaForCausalLM have sliding windows"):
         resolve(alone, replace(options, heads=profile), H100)
+    uneven = replace(half, full_heads=HeadSizes(num_kv_heads=4, head_dim=128), window_rope=half.rope)
+    with pytest.raises(ValueError, match="KV re-selection is not supported for LlamaForCausalLM, whose layers differ"):
+        resolve(uneven, asked, H100)
+    with pytest.raises(ValueError, match="per-head KV budgets are not supported for LlamaForCausalLM, whose layers"):
+        resolve(uneven, replace(options, heads=profile), H100)
 
 
 def test_auto_rows_have_a_bound_and_need_room_for_one() -> None:

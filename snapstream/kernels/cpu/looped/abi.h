@@ -126,7 +126,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     float unrotated_scale;  // of queries and keys in layers without rotary embedding
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;
-    float attention_multiplier, mlp_multiplier;  // of the outputs of each part beside residual_multiplier
+    float attention_multiplier, mlp_multiplier;  // of the outputs of each part, times residual_multiplier
     float logit_cap;  // c of c tanh(logits / c); 0: none
     float score_cap;  // the same of products of queries and keys, before the softmax
     Mixture mixture;
