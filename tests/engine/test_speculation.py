@@ -13,15 +13,18 @@ import torch
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.config.engine import Speculator
+from snapstream.config.kv import HeadProfile
 from snapstream.exec import draft_model, speculation
 from snapstream.exec.draft_model import DraftModel
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.speculation import MIN_MATCH, DraftBatch, History, Speculation, StepTimes
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models.config_json import fingerprint
+from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.types import Request
 from tests.parity.checkpoints import VOCAB, make_model, save
-from tests.parity.test_heads import profile
+from tests.parity.test_heads import profile, uneven
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
@@ -140,6 +143,22 @@ def test_rows_of_other_formats_and_heads_with_their_own_budgets(kv_dtype: str, t
     prompts = [repeating(random, 100) for _ in range(9)]
     params = [draw_params(random) for _ in prompts]
     settings = {"budget": BUDGETS["rows"], "kv_dtype": kv_dtype, "heads": profile(folder)}
+    want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 3, prompts, params, **settings)
+    assert got == want and num_drafted > num_accepted > 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["qwen2-windows", "lfm2"])
+def test_heads_with_their_own_budgets_in_some_layers(name: str, tmp_path: Path, oracle: Oracle) -> None:
+    """Of drafted tokens that are rejected, slots are restored in full layers and in rings of windows."""
+    folder, random = save(make_model(name), tmp_path), Random(name)
+    prompts = [repeating(random, 100) for _ in range(9)]
+    params = [draw_params(random) for _ in prompts]
+    model = read_model_config(folder)
+    layers = len(kv_spec_of(model, "float32").budget_layers)
+    heads = HeadProfile(shares=uneven(layers, model.num_kv_heads), model=fingerprint(folder))
+    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "heads": heads}
     want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
     got, _, (num_drafted, num_accepted) = answers(folder, 3, prompts, params, **settings)
     assert got == want and num_drafted > num_accepted > 5
