@@ -85,7 +85,7 @@ def sections() -> list[Section]:
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40, decode),
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70, prefill),
-        Section("looping", looping.ladder(("qwen3_06b", "llama_1b"), ("int4",)), 180,
+        Section("looping", looping.ladder(("qwen3_06b", "llama_1b"), ("int4",)), 90,
                 "a decode step without sampling, captured: kernels one by one (B0), a kernel per layer (B1), one that "
                 "loops (B2), with weights loaded across its barriers (B3); dense weights, then int4 and int8"),
         Section("looping_8b", looping.ladder(("llama_8b",), ("int4", "int8")), 180, "the same at 8B"),
@@ -95,7 +95,7 @@ def sections() -> list[Section]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_suite", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="run only these")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="run only these, in this order")
     parser.add_argument("--budget-s", type=float, default=520, help="seconds for all of it")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on a CPU where there is no GPU")
     parser.add_argument("--rehearse", action="store_true", help="stand-ins on a CPU: one hangs, one dies")
@@ -115,7 +115,8 @@ def main() -> int:
     unknown = set(args.only or ()) - {section.name for section in known}
     if unknown:
         raise SystemExit(f"no section {', '.join(sorted(unknown))}; there are {', '.join(s.name for s in known)}")
-    wanted = [section for section in known if not args.only or section.name in args.only or section.name == "ceilings"]
+    names = dict.fromkeys(["ceilings", *args.only]) if args.only else [section.name for section in known]
+    wanted = [section for name in names for section in known if section.name == name]
     if args.smoke:  # it tells whether they run: a slow machine must not cut them short
         wanted = [replace(section, limit_s=SMOKE_S) for section in wanted]
     if not args.smoke and not args.in_process:

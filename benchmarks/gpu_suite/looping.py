@@ -5,11 +5,14 @@ per layer, B2 the kernel that loops over the layers, B3 the same with loads of w
 and B3 through a ring of asynchronous copies written in Gluon, with its variants (``ring_variants``). B1 against B3 is
 the paper's quantity. Behind dense weights the same over int4 and int8 ones, each against the graph of kernels over the
 same weights. The ring does not read them. Compiling takes most of the time: B1 and B2 only at a batch of 1, codes and
-variants at fewer batches.
+variants at fewer batches. Run as a module it only compiles, so that several processes fill Triton's cache at once:
+
+    python -m benchmarks.gpu_suite.looping qwen3_06b 16
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -18,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.models import config_of, decoder_of, engine_config
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.stand_ins import random_share
@@ -29,7 +33,7 @@ from snapstream.kernels.rows import RowPlaces
 from snapstream.models.decoder import Decoder
 from snapstream.models.sharding import Share, decode_weight_bytes
 
-BATCHES = (1, 2, 4, 8, 16)
+BATCHES = (1, 16, 4, 8, 2)
 CODE_BATCHES = VARIANT_BATCHES = (1, 16)
 SLOTS, CONTEXT = 2048, 8000
 REPEATS = 30
@@ -124,3 +128,18 @@ def _seconds(bench: Bench, call: Callable[[], object]) -> float:
     with no_collection(), torch.inference_mode(), torch.cuda.graph(graph):
         call()
     return bench.device.seconds(graph.replay, REPEATS)
+
+
+def compile_dense(model: str, batch: int) -> None:
+    """Every way over dense weights, called once."""
+    bench = Bench(Device("cuda"), is_smoke=False)
+    with torch.inference_mode():
+        decoder = decoder_of(bench, model)
+        runner = ModelRunner(decoder, engine_config(bench, SLOTS, batch, CONTEXT + 256, 512))
+        for _, call in ways(runner, decoder, batch):
+            call()
+    bench.device.sync()
+
+
+if __name__ == "__main__":
+    compile_dense(sys.argv[1], int(sys.argv[2]))
