@@ -595,7 +595,7 @@ class ModelConfig:
                 "norms of values, unscaled scores, shared or equal keys and values need norms of the heads of q and k, "
                 "and exclude biases, gates, sinks, latents and recurrent layers",
             )  # fmt: skip
-        if self.per_layer_dim or self.has_layer_scalars:
+        if self.has_layer_ends:
             check(
                 self.norms.has_outputs and self.norms.has_inputs and not self.is_parallel and not self.is_centered,
                 "embeddings per layer and scalars of layers need norms before and after attention and MLP",
@@ -637,6 +637,11 @@ class ModelConfig:
         """The distinct sizes of the heads of layers."""
         own = HeadSizes(self.num_kv_heads, self.head_dim)
         return (own,) if self.full_heads is None else (own, self.full_heads)
+
+    @property
+    def has_layer_ends(self) -> bool:
+        """Whether something follows a layer's MLP (Gemma 4)."""
+        return bool(self.per_layer_dim) or self.has_layer_scalars
 
     @property
     def widest_head(self) -> int:

@@ -43,7 +43,7 @@ class Rows:
             (self.num_tokens, self.next_position, self.ring_start, self.capacity), entries.unbind(1), strict=True
         ):
             counter[rows] = values
-        self.behind[rows] = 0
+        self.behind.index_fill_(0, rows, 0)  # `tensor[rows] = number` would wait for a GPU
 
     def feed(self, rows: Tensor, tokens: Tensor) -> None:
         """``tokens [B]`` are the next to embed; a row without one (``sampling.NO_TOKEN``) is fed token 0."""

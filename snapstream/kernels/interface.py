@@ -53,6 +53,11 @@ class Kernels:
     # x [T, D] of few tokens, codes [O, D * bits / 8], scales [O, D / group], bias [O] -> [T, O]. None: the
     # matrix is dequantized block by block.
     code_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    # Products of one token with a dense matrix. x [1, D], the weight [D] of a norm of x or None, eps, weight [O, D],
+    # bias [O], and whether weight is [2I, D] of a SwiGLU -> [1, O] or [1, I]. None: a product like any other.
+    one_linear: Callable[[Tensor, Tensor | None, float, Tensor, Tensor | None, bool], Tensor] | None = None
+    # residual [1, O] += the product of x [1, D], weight [O, D] and bias [O]; a device has both or neither.
+    add_one_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [T, D], weight [D], eps
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # residual += x in place, and the norm of the sum
     swiglu: Callable[[Tensor], Tensor]  # [T, 2I] -> [T, I]
@@ -171,7 +176,16 @@ def _cpu() -> Kernels:
 def _triton() -> Kernels:
     if not has_triton():
         raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
-    from snapstream.kernels.triton import attention, configs, latent_attention, norm, products, recurrence, rows
+    from snapstream.kernels.triton import (
+        attention,
+        configs,
+        latent_attention,
+        norm,
+        one_token,
+        products,
+        recurrence,
+        rows,
+    )
     from snapstream.kernels.triton import products as triton_experts
     from snapstream.kernels.triton import scores as triton_scores
 
@@ -181,6 +195,8 @@ def _triton() -> Kernels:
         decode_attention=attention.decode_attention,
         grouped_linear=triton_experts.grouped_linear,
         code_linear=products.code_linear,
+        one_linear=one_token.one_linear,
+        add_one_linear=one_token.add_one_linear,
         rms_norm=norm.rms_norm,
         add_rms_norm=norm.add_rms_norm,
         swiglu=norm.swiglu,

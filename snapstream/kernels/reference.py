@@ -211,6 +211,23 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
     return rms_norm(residual, weight, eps)
 
 
+def one_linear(
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, gated: bool
+) -> Tensor:  # fmt: skip
+    """The norm of ``x [1, D]``, or x, times ``weight [O, D]`` transposed plus ``bias [O]``, fp32 inside: ``[1, O]``;
+    with ``gated`` SwiGLU of that, ``[1, O / 2]``.
+    """
+    normed = x.float() if norm is None else rms_norm(x.float(), norm, eps)
+    out = F.linear(normed, weight.float(), None if bias is None else bias.float())
+    return (swiglu(out) if gated else out).to(x.dtype)
+
+
+def add_one_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """``residual [1, O]`` += ``x [1, D]`` times ``weight [O, D]`` transposed plus ``bias``, rounded once."""
+    product = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    residual.copy_(residual.float() + product)
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``gate_up [T, 2I]`` (gate | up): ``[T, I]``, fp32 inside."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -94,8 +94,10 @@ class Layer(Protocol):
         """Add ``pending``, norm, project, attend: ``[T', H, E']``."""
         ...
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer for T' tokens; returns what to add to ``residual [T', D]``, the same on all ranks."""
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
+        """The rest of the layer for T' tokens; returns what to add to ``residual [T', D]``, the same on all ranks, or
+        None if it has been added.
+        """
         ...
 
 
@@ -152,7 +154,7 @@ class Decoder:
         # As transformers multiplies Gemma's embeddings: with a constant of their dtype.
         self.embedding_multiplier = float(torch.tensor(config.multipliers.embedding, dtype=self.dtype))
         self._ends: list[LayerEnd] = []
-        if config.per_layer_dim or config.has_layer_scalars:
+        if config.has_layer_ends:
             layers = map(weights.layer, range(config.num_layers))
             self._ends = [LayerEnd(config, own, weights.vectors, self.kernels) for own in layers]
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
@@ -243,11 +245,12 @@ class Decoder:
         ``finish_layer``.
         """
         layer = self.layers[index]
-        return hidden.add_(self.finish_layer(index, layer, (hidden, layer.attend(hidden, None, rope, view)), tokens))
+        attended = layer.attend(hidden, None, rope, view)
+        return added(hidden, self.finish_layer(index, layer, (hidden, attended), tokens))
 
     def run(self, token_ids: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """All layers: from tokens ``[T]`` to logits ``[T, V]`` fp32."""
-        hidden, pending = self.embed(token_ids), None
+        hidden, pending = self.embed(token_ids), cast(Tensor | None, None)
         tokens = TokenInputs(token_ids, hidden.clone()) if self.config.per_layer_dim else None
         for index, layer in enumerate(self.layers):
             attended = layer.attend(hidden, pending, rope, view)
@@ -260,12 +263,12 @@ class Decoder:
 
     def finish_layer(
         self, index: int, layer: Layer, given: tuple[Tensor, Tensor], tokens: TokenInputs | None
-    ) -> Tensor:
+    ) -> Tensor | None:
         """``Layer.finish`` of ``given``, the residual stream ``[T', D]`` and attended heads, and what follows it in
         models with embeddings for each layer or scalars of layers; ``tokens`` are the T'.
         """
         output = layer.finish(*given)
-        return self._ends[index](given[0], output, tokens) if self._ends else output
+        return self._ends[index](given[0], cast(Tensor, output), tokens) if self._ends else output
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` fp32 from the output of the last layer."""
@@ -294,6 +297,11 @@ class Decoder:
         return [
             layer(index, self.shard, weights_of(index), self.kernels, self.group) for index, layer in enumerate(classes)
         ]
+
+
+def added(residual: Tensor, output: Tensor | None) -> Tensor:
+    """``residual`` with what ``finish_layer`` returned added in place."""
+    return residual if output is None else residual.add_(output)
 
 
 def _layer_class(config: ModelConfig) -> Any:

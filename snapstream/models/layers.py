@@ -208,6 +208,8 @@ class Experts:
         """See ``Mlp``."""
         return self(self._kernels.normed(given))
 
+    add_of_norm = of_norm
+
     def _local_ids(self, experts: Tensor) -> Tensor:
         """Local ids of experts, 0 to X' - 1; X' for those of other ranks."""
         if self._num_local == self._moe.num_experts:
@@ -225,6 +227,10 @@ class Mlp(Protocol):
 
     def of_norm(self, given: SumNorm) -> Tensor:
         """The same, including the norm."""
+        ...
+
+    def add_of_norm(self, given: SumNorm) -> Tensor | None:
+        """``of_norm`` added to ``given.residual`` where one kernel does both; else the output, not added."""
         ...
 
 
@@ -245,6 +251,13 @@ class SwiGLU:
     def of_norm(self, given: SumNorm) -> Tensor:
         """See ``Mlp``."""
         return self._gate_up.swiglu(self._down, given, self._biases, self._kernels, self._activation)
+
+    def add_of_norm(self, given: SumNorm) -> Tensor | None:
+        """See ``Mlp``."""
+        if self._kernels.add_one_linear is None or len(given.residual) > 1:
+            return self.of_norm(given)
+        inner = self._gate_up.activated(given, self._biases[0], self._kernels, self._activation)
+        return self._down.add_product(given.residual, inner, self._biases[1], self._kernels)
 
 
 class MlpBesideExperts:
@@ -273,6 +286,8 @@ class MlpBesideExperts:
         read = self._kernels.rms_norm(x.to(torch.float32), self._router_scale, self._eps) * self._root
         routed = self._experts(self._kernels.rms_norm(x, self._experts_norm, self._eps), read)
         return mlp.add_(self._kernels.rms_norm(routed, self._part_norm, self._eps))
+
+    add_of_norm = of_norm
 
 
 def _gated(mlp: Callable[[Tensor], Tensor], gate: Tensor) -> Callable[[Tensor], Tensor]:
@@ -365,6 +380,13 @@ class DenseLayer:
         self._mlp_multiplier = own.residual * own.mlp_out / own.mlp_gate
         self._is_parallel = config.is_parallel
         self._read_mixer(config, weights)
+        # Whether outputs are added to the residual stream as they are: not summed over ranks, normed or multiplied.
+        self._adds_products = (
+            group.size == 1 and type(self)._projected is DenseLayer._projected
+            and not (self._is_parallel or self._is_centered or config.has_layer_ends)
+            and self._attention_multiplier == self._mlp_multiplier == 1.0
+            and self._attention_out_norm is self._mlp_out_norm is None
+        )  # fmt: skip
 
     def _read_mixer(self, config: ModelConfig, weights: LayerWeights) -> None:
         """The part of the layer that mixes tokens."""
@@ -424,8 +446,11 @@ class DenseLayer:
         attended = view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
         return attended * gates.sigmoid().view_as(attended)
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
         """See ``models.decoder.Layer.finish``."""
+        if self._adds_products and self._post_norm is not None and self._mlp is not None:
+            pending = self._add_projected(residual, attended)
+            return self._mlp.add_of_norm(SumNorm(residual, pending, self._post_norm, self._eps))
         projected = self._projected(attended)
         if self._is_parallel:
             assert self._input_norm is not None and self._mlp is not None
@@ -444,6 +469,10 @@ class DenseLayer:
     def _projected(self, attended: Tensor) -> Tensor:
         """What the part that mixes tokens adds ``[T', D]``, of this rank's heads; not multiplied yet."""
         return self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
+
+    def _add_projected(self, residual: Tensor, attended: Tensor) -> Tensor | None:
+        """``_projected`` added to ``residual`` where one kernel does both; else what is to be added."""
+        return self._o.add_product(residual, attended.flatten(1), self._o_bias, self._kernels)
 
     def _ended(self, output: Tensor, norm: Tensor | None, multiplier: float) -> Tensor:
         """An output as it is added to the residual stream."""

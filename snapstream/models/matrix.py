@@ -156,6 +156,8 @@ class Matrix:
 
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
         """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
+        if kernels.one_linear is not None and self._takes_one(x):
+            return kernels.one_linear(x, None, 0.0, self.data, bias, False)
         x = self._rounded(x)
         if self.form.rounds_inputs:
             rounded = groups.round_inputs(x, self.form.group) if self.form.is_quantized else x.to(self.data.dtype)
@@ -175,7 +177,20 @@ class Matrix:
 
     def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
         """The norm of ``given``, ``[T, in]``, times this matrix transposed, plus ``bias``: ``[T, out]``."""
+        if kernels.one_linear is not None and given.x is None and self._takes_one(given.residual):
+            return kernels.one_linear(given.residual, given.weight, given.eps, self.data, bias, False)
         return self.multiply(kernels.normed(given), bias, kernels)
+
+    def add_product(self, residual: Tensor, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor | None:
+        """``residual [T, out] += multiply(x, ...)`` where one kernel does both; else the product, not added."""
+        if kernels.add_one_linear is not None and self._takes_one(x):
+            kernels.add_one_linear(residual, x, self.data, bias)
+            return None
+        return self.multiply(x, bias, kernels)
+
+    def _takes_one(self, x: Tensor) -> bool:
+        """Whether kernels for one token multiply ``x [T, in]``."""
+        return len(x) == 1 and self.scales is None and not self.is_low_precision and self._rounding is None
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
@@ -186,12 +201,19 @@ class Matrix:
 
         x ``[T, D]`` is the norm of ``given``, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
+        return down.multiply(self.activated(given, biases[0], kernels, activation), biases[1], kernels)
+
+    def activated(
+        self, given: SumNorm | Tensor, bias: Tensor | None, kernels: Kernels, activation: Activation
+    ) -> Tensor:
+        """The first half of ``swiglu``, ``[T, I]``."""
         if isinstance(given, Tensor):
-            gate_up = self.multiply(given, biases[0], kernels)  # [T, 2I]
-        else:
-            gate_up = self.multiply_normed(given, biases[0], kernels)
-        inner = _activated(gate_up, activation, kernels)
-        return down.multiply(inner, biases[1], kernels)
+            return _activated(self.multiply(given, bias, kernels), activation, kernels)
+        if kernels.one_linear is not None and activation == "silu" and self._takes_one(given.residual):
+            if given.x is None:
+                return kernels.one_linear(given.residual, given.weight, given.eps, self.data, bias, True)
+            return kernels.one_linear(kernels.normed(given), None, 0.0, self.data, bias, True)
+        return _activated(self.multiply_normed(given, bias, kernels), activation, kernels)
 
     def swiglu_grouped(
         self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS

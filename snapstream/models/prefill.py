@@ -23,7 +23,7 @@ from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.interface import CosSin
 from snapstream.kernels.memory import upload
 from snapstream.kv.spec import Shared, State
-from snapstream.models.decoder import Decoder
+from snapstream.models.decoder import Decoder, added
 from snapstream.models.layers import TokenInputs
 from snapstream.models.views import Chunk, PromptStates, QueriesAt, Segment, StagingBuffers, StagingView
 
@@ -177,7 +177,7 @@ class LayerPass:
         attended = residual[:0] if is_last else block.attend(residual, None, rope, view)
         inputs = self._decoder.token_inputs(self._tokens.token_ids[tokens])
         if chunk.outputs is None:
-            residual.add_(self._decoder.finish_layer(layer, block, (residual, attended), inputs))
+            added(residual, self._decoder.finish_layer(layer, block, (residual, attended), inputs))
             return
         # One prompt at a time unless batch-invariant, so that packing does not change the result.
         at_once = max(1, len(chunk.outputs)) if self._decoder.is_batch_invariant else 1
@@ -190,7 +190,7 @@ class LayerPass:
             if is_last:
                 view.take_only(own)
                 heads = block.attend(last, None, (rope[0][..., own, :, :], rope[1][..., own, :, :]), view)
-            last.add_(self._decoder.finish_layer(layer, block, (last, heads), given))
+            added(last, self._decoder.finish_layer(layer, block, (last, heads), given))
             for place, hidden in zip(places, last, strict=True):
                 place.copy_(hidden)
 

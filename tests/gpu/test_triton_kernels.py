@@ -104,6 +104,14 @@ def test_experts(counts: list[int], is_fp8: bool, dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(1024, 2048), (3072, 1024), (4096, 14336), (1000, 4096), (33, 300), (151936, 1024)]
+)
+def test_one_token(num_out: int, num_in: int, dtype: torch.dtype) -> None:
+    checks_products.check_one_linear(num_out, num_in, dtype, "cuda")
+
+
+@dtypes
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("num_tokens", [1, 16, 17, 64, 100])

@@ -13,6 +13,7 @@ from torch.library import custom_op
 
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import configs
+from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
 from snapstream.kernels.triton.rows import norm_rope_write
 
 LOG2_E = 1.4426950408889634
@@ -28,7 +29,7 @@ def decode_split_kernel(
     stride_v_row, stride_v_head, stride_v_slot,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    IS_FP8: tl.constexpr, HAS_SINKS: tl.constexpr, CAP_LOG2: tl.constexpr,
+    IS_FP8: tl.constexpr, HAS_SINKS: tl.constexpr, CAP_LOG2: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one row; writes the normalised partial result and its log-sum-exp (base 2).
 
@@ -37,6 +38,7 @@ def decode_split_kernel(
     Learned sinks are added where the result is made: here or in the merge. ``CAP_LOG2`` is the cap of scores times
     ``LOG2_E``, or 0; with one ``scale_log2`` is times ``2 / cap``.
     """
+    wait_for_inputs(EARLY)
     split, kv_head, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + entry).to(tl.int32)
     first = split * SPLIT_SLOTS
@@ -97,9 +99,10 @@ def decode_merge_kernel(
     stride_sinks,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weighted mean of a head's partial results over the splits that its row reaches, in slot order."""
+    wait_for_inputs(EARLY)
     query_head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + entry).to(tl.int32)
     num_used = (length + SPLIT_SLOTS - 1) // SPLIT_SLOTS
@@ -180,7 +183,7 @@ def launch_decode_attention(
     if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("decode attention needs a contiguous head dimension in q, k and v")
     launch = launch or configs.decode_launch(head_dim, k.element_size(), capacity, num_kv_heads, q.element_size())
-    num_splits = launch.num_splits
+    num_splits, early = launch.num_splits, overlaps(q.device)
     group = num_heads // num_kv_heads
     head_pad = configs.power_of_two(head_dim, 16)
     out = q.new_empty(batch, num_heads, head_dim)
@@ -198,8 +201,8 @@ def launch_decode_attention(
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
         GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
-        IS_FP8=k_scale is not None, HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        IS_FP8=k_scale is not None, HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E, EARLY=early,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
         decode_merge_kernel[(num_heads, batch)](
@@ -207,6 +210,6 @@ def launch_decode_attention(
             stride_sinks,
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLIT_SLOTS=launch.split_slots,
             NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=sinks is not None,
-            num_warps=4,
+            EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ from torch.library import custom_op
 from snapstream.kernels import reference
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import attention, configs
+from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
 
 
 @triton.jit
@@ -26,9 +27,10 @@ def latent_split_kernel(
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    IS_FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of a row for ``HEADS`` query heads; writes as ``attention.decode_split_kernel`` does, ``RANK`` wide."""
+    wait_for_inputs(EARLY)
     split, tile, entry = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_ptr + entry).to(tl.int32)
     first = split * SPLIT_SLOTS
@@ -127,7 +129,7 @@ def launch_latent_attention(
     if q.stride(2) != 1 or latents.stride(3) != 1:
         raise ValueError("latent attention needs a contiguous head dimension in q and latents")
     launch = launch or configs.latent_launch(q.element_size(), latents.element_size(), capacity, num_heads)
-    num_splits, rank_pad = launch.num_splits, configs.power_of_two(rank, 16)
+    num_splits, rank_pad, early = launch.num_splits, configs.power_of_two(rank, 16), overlaps(q.device)
     out = q.new_empty(batch, num_heads, rank)
     if num_splits == 1:
         partial, lse = out, out
@@ -140,14 +142,15 @@ def launch_latent_attention(
         q.stride(0), q.stride(1), latents.stride(0), latents.stride(2),
         NUM_HEADS=num_heads, HEADS=launch.heads, RANK=rank, RANK_PAD=rank_pad, ROPE=size - rank,
         ROPE_PAD=configs.power_of_two(size - rank, 16), BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots,
-        NUM_SPLITS=num_splits, STAGES=launch.num_stages, IS_FP8=scales is not None,
-        num_warps=launch.num_warps, num_stages=launch.num_stages,
+        NUM_SPLITS=num_splits, STAGES=launch.num_stages, IS_FP8=scales is not None, EARLY=early,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
         attention.decode_merge_kernel[(num_heads, batch)](
             partial, lse, q, lengths, out,
             0,
             NUM_HEADS=num_heads, HEAD_DIM=rank, HEAD_PAD=rank_pad, SPLIT_SLOTS=launch.split_slots,
-            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=False, num_warps=4,
+            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=False, EARLY=early,
+            num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out

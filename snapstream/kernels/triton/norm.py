@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from snapstream.kernels.triton import configs
+from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
 
 # Root-mean-square norm of a row per program, alone or after adding to the residual stream (one read, one write).
 
@@ -17,9 +18,10 @@ def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr,
     eps,
     stride_x, stride_residual,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``out = x / rms(x) * weight`` of one row; with a residual, ``residual += x`` first and that sum is normed."""
+    wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     mask = column < SIZE
@@ -42,13 +44,14 @@ def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
         raise ValueError("RMSNorm needs rows whose elements are contiguous")
     out = x.new_empty(num_rows, size)
     strides = [size if tensor is None or num_rows == 1 else tensor.stride(0) for tensor in (x, residual)]  # one: any
+    early = overlaps(x.device)
     if num_rows:
         rms_norm_kernel[(num_rows,)](
             x, x if residual is None else residual, weight, out,
             eps,
             *strides,
-            SIZE=size, SIZE_PAD=configs.power_of_two(size), HAS_RESIDUAL=residual is not None,
-            num_warps=configs.norm_warps(size),
+            SIZE=size, SIZE_PAD=configs.power_of_two(size), HAS_RESIDUAL=residual is not None, EARLY=early,
+            num_warps=configs.norm_warps(size), launch_pdl=early,
         )  # fmt: skip
     return out
 
@@ -79,8 +82,9 @@ BLOCK = 1024
 
 
 @triton.jit
-def swiglu_kernel(x_ptr, out_ptr, stride_x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def swiglu_kernel(x_ptr, out_ptr, stride_x, SIZE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """``BLOCK`` columns of one token."""
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -107,9 +111,9 @@ def launch_swiglu(gate_up: Tensor) -> Tensor:
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:
         raise ValueError("swiglu needs rows whose elements are contiguous")
-    out = gate_up.new_empty(num_tokens, size)
+    out, early = gate_up.new_empty(num_tokens, size), overlaps(gate_up.device)
     if num_tokens:
         swiglu_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
-            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=BLOCK, num_warps=4
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=BLOCK, EARLY=early, num_warps=4, launch_pdl=early
         )
     return out

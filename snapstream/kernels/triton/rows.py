@@ -15,6 +15,7 @@ from torch.library import custom_op
 
 from snapstream.kernels.rows import CosSin, HeadNorm, LayerRows
 from snapstream.kernels.triton import configs
+from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
 
 # The step before a kernel stores a number in FP8; ``FP8.scaled`` of ``kernels/formats.py`` defines it.
 
@@ -121,12 +122,13 @@ def rope_write_kernel(
     eps,
     stride_heads, stride_k_row, stride_k_head, stride_k_slot, stride_v_row, stride_v_head, stride_v_slot,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr,
-    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr, IS_FP8: tl.constexpr,
+    BLOCK: tl.constexpr, HAS_NORM: tl.constexpr, WRITES: tl.constexpr, IS_FP8: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``BLOCK`` heads of one token. The two halves of a head are two tiles, because they form the rotated pairs.
 
     With ``WRITES`` q goes to ``q [T, H, E]``, k and v to their slots; else q and k to ``q [T, H+G, E]``.
     """
+    wait_for_inputs(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pair = tl.arange(0, HALF_PAD)
@@ -263,7 +265,7 @@ def launch_norm_rope_write(
     num_tokens, num_projected, head_dim = heads.shape
     num_kv_heads = k_cache.shape[1]
     num_heads = num_projected - 2 * num_kv_heads
-    q = heads.new_empty(num_tokens, num_heads, head_dim)
+    q, early = heads.new_empty(num_tokens, num_heads, head_dim), overlaps(heads.device)
     if num_tokens:
         rope_write_kernel[(num_tokens, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
             heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
@@ -274,7 +276,7 @@ def launch_norm_rope_write(
             v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
             NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
-            WRITES=True, IS_FP8=k_scale is not None, num_warps=4,
+            WRITES=True, IS_FP8=k_scale is not None, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return q
 
@@ -285,7 +287,7 @@ def launch_norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: 
     _check(heads)
     num_tokens, num_projected, head_dim = heads.shape
     num_rotated = num_projected - num_kv_heads
-    out = heads.new_empty(num_tokens, num_rotated, head_dim)
+    out, early = heads.new_empty(num_tokens, num_rotated, head_dim), overlaps(heads.device)
     if num_tokens:
         rope_write_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS_PER_PROGRAM))](
             heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
@@ -294,6 +296,6 @@ def launch_norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: 
             heads.stride(0), 0, 0, 0, 0, 0, 0,
             NUM_HEADS=num_rotated - num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
-            WRITES=False, IS_FP8=False, num_warps=4,
+            WRITES=False, IS_FP8=False, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out

@@ -1,10 +1,11 @@
-"""Checks of the Triton products with int8 and int4 weights and with a matrix per expert, as ``checks.py`` has them of
-other kernels.
+"""Checks of the Triton products of one token, with int8 and int4 weights and with a matrix per expert, as
+``checks.py`` has them of other kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -35,6 +36,31 @@ def check_code_linear(
         alone = multiply(x[token : token + 1], codes, scales, bias)[0]
         assert_near(alone, got[token], dtype)
         assert device == "cpu" or torch.equal(alone, got[token])  # NumPy's products round by where a tile lies
+
+
+def check_one_linear(num_out: int, num_in: int, dtype: torch.dtype, device: str) -> None:
+    """Products of one token equal the reference: with a norm, a bias, SwiGLU, each or all; what is added is added."""
+    torch.manual_seed(num_out)
+    kernels = bind(device, "triton")
+    multiply, add = kernels.one_linear, kernels.add_one_linear
+    assert multiply is not None and add is not None
+    weight = (torch.randn(2 * num_out, num_in, device=device) / num_in**0.5).to(dtype)
+    x = 3.0 * torch.randn(1, num_in, device=device).to(dtype)
+    weight_of_norm = torch.randn(num_in, device=device).to(dtype)
+    bias = torch.randn(2 * num_out, device=device).to(dtype)
+    for norm, own_bias, gated in product((None, weight_of_norm), (None, bias), (False, True)):
+        got = multiply(x, norm, 1e-5, weight, own_bias, gated)
+        wide = [None if tensor is None else tensor.float() for tensor in (norm, own_bias)]
+        want = reference.one_linear(x.float(), wide[0], 1e-5, weight.float(), wide[1], gated)
+        assert got.dtype == dtype and got.shape == want.shape
+        assert_near(got, want, dtype)
+        residual = torch.randn(1, 2 * num_out, device=device).to(dtype)
+        summed = residual.float()
+        reference.add_one_linear(summed, x.float(), weight.float(), wide[1])
+        add(residual, x, weight, own_bias)
+        assert_near(residual, summed, dtype)
+    with pytest.raises(ValueError, match="contiguous"):
+        multiply(x, None, 0.0, weight.t().contiguous().t(), None, False)
 
 
 def check_code_refusals(device: str) -> None:

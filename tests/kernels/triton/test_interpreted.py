@@ -178,6 +178,12 @@ def test_tokens_and_groups(num_tokens: int, group: int, dtype: torch.dtype, bits
     checks_products.check_code_linear(num_tokens, 45, 9 * group, bits, group, dtype, "cpu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_out", "num_in"), [(45, 300), (5, 4500), (130, 96)])
+def test_one_token(num_out: int, num_in: int, dtype: torch.dtype) -> None:
+    checks_products.check_one_linear(num_out, num_in, dtype, "cpu")
+
+
 def test_more_tokens_than_a_tile() -> None:
     checks_products.check_code_linear(70, 33, 64, 4, 32, torch.bfloat16, "cpu")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from snapstream.config import KVBudget
+from snapstream.exec.eager import EagerDecode
 from snapstream.kernels import groups
 from snapstream.kernels.formats import FP8
 from snapstream.kernels.interface import HeadNorm, LayerRows, RowPlaces, bind
@@ -40,7 +41,7 @@ def heads_and_rows() -> dict[str, Tensor]:
 
 
 def test_operators_say_truly_what_they_change_and_return() -> None:
-    from snapstream.kernels.triton import attention, norm, products, recurrence, scores
+    from snapstream.kernels.triton import attention, norm, one_token, products, recurrence, scores
     from snapstream.kernels.triton import norm as swiglu
     from snapstream.kernels.triton import rows as gather
     from snapstream.kernels.triton import rows as rope_write
@@ -61,6 +62,9 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (norm.rms_norm, (x, ones, 1e-6), {}),
         (norm.add_rms_norm, (x.clone(), x, ones, 1e-6), {}),
         (swiglu.swiglu, (x,), {}),
+        (one_token.one_linear, (x[:1], ones, 1e-6, torch.randn(16, 32), torch.randn(16), True), {}),
+        (one_token.one_linear, (x[:1], None, 0.0, torch.randn(16, 32), None, False), {}),
+        (one_token.add_one_linear, (torch.randn(1, 16), x[:1], torch.randn(16, 32), None), {}),
         (scores.snapkv_scores, (q, staged[0], 57, 4, 50), {"over_row": False, "group_max": False}),
         (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
         (products.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
@@ -77,7 +81,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         # what compares before and after has no FP8 in torch; the schema is the same one
         utils = {"test_utils": ("test_faketensor",)} if is_fp8 else {}
         torch.library.opcheck(operator, arguments, named, **utils)
-    modules = (attention, products, gather, norm, recurrence, scores)
+    modules = (attention, one_token, products, gather, norm, recurrence, scores)
     everyone = {
         value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
     }
@@ -124,12 +128,12 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
 
 
-def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm, rotation and slot of a decode step are one kernel per layer; its halves run in prefill or not at all.
-
-    Sums of the residual stream ride on the norms: two per layer and one at the end, but for the first.
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_launches_of_a_decode_step(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, rotation and slot are one kernel per layer. Sums of the residual stream ride on the norms, two per layer
+    and one at the end but for the first; with one row both are part of a layer's four products.
     """
-    from snapstream.kernels.triton import norm
+    from snapstream.kernels.triton import norm, one_token
     from snapstream.kernels.triton import rows as rope_write
 
     calls: Counter[str] = Counter()
@@ -140,21 +144,30 @@ def test_decode_writes_a_layer_in_one_launch(tmp_path: Path, monkeypatch: pytest
 
     for module, name in (
         (rope_write, "launch_norm_rope_write"), (rope_write, "launch_norm_rope"), (norm, "launch_rms_norm"),
+        (norm, "launch_swiglu"), (one_token, "launch_one_linear"),
     ):  # fmt: skip
         kernel = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args, name=name, kernel=kernel: (calls.update([kind(name, args)]), kernel(*args))[1]
-        )
-    folder = save(make_model("qwen3"), tmp_path)
-    with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=1, max_model_len=48, progress=False,
-             executor="eager", prefill_attention="cpu",  # another one might stage heads in a call of its own
-             make_runner=partial(build_runner, kernels=bind("cpu", "triton"))) as llm:  # fmt: skip
-        layers = llm.model_config.num_layers
+            module, name,
+            lambda *args, name=name, kernel=kernel, **named: (calls.update([kind(name, args)]),
+                                                              kernel(*args, **named))[1],
+        )  # fmt: skip
+    steps: list[Counter[str]] = []
+    step = EagerDecode.step
+
+    def counted(self: EagerDecode, *args: Any) -> Any:
         calls.clear()
-        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-    steps = 3  # the first token is the prefill's
-    assert calls["norm_rope_write"] >= steps * layers and calls["norm_rope_write"] % layers == 0
-    assert calls["norm_rope"] == layers
-    decoded = calls["norm_rope_write"] // layers
-    assert calls["add_rms_norm"] == (2 * decoded + 1) * layers  # in a prefill the sum behind a layer stands alone
-    assert calls["rms_norm"] == decoded + layers + 1  # the first of a step; the first of a prefill's layers, its last
+        found = step(self, *args)
+        steps.append(calls.copy())
+        return found
+
+    monkeypatch.setattr(EagerDecode, "step", counted)
+    folder = save(make_model("qwen3"), tmp_path)
+    with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48, progress=False,
+             executor="eager", make_runner=partial(build_runner, kernels=bind("cpu", "triton"))) as llm:  # fmt: skip
+        layers = llm.model_config.num_layers
+        llm.generate([[5, 6, 7]] * num_rows, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+    expected = {"norm_rope_write": layers, "rms_norm": 1, "one_linear": 4 * layers + 1}
+    if num_rows > 1:
+        expected = {"norm_rope_write": layers, "rms_norm": 1, "add_rms_norm": 2 * layers, "swiglu": layers}
+    assert expected in steps

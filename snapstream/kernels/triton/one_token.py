@@ -1,0 +1,150 @@
+"""Dense products of one token, and how kernels of a decode step overlap.
+
+A decode step is bound by the bytes of its weights, and between two kernels memory is idle: the last programs of one
+end, the first of the next start and wait for their first bytes. So the step of a single row has few kernels, the norm
+before a product, SwiGLU or the sum of the residual stream in the same one, and each is launched while the one before
+it still runs (programmatic dependent launch, compute capability 9): it loads its first weights, which no kernel writes,
+and only then waits for its inputs. That is what looping over layers in one kernel saves (arXiv 2410.23668, section 4),
+without a barrier. More rows than one are multiplied by cuBLAS, which is faster there.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from snapstream.kernels.triton import configs
+
+Norm = tuple[Tensor, float]  # weight [D] of an RMSNorm, and its eps
+OVERLAPS = (9, 0)  # compute capability from which a kernel can start before the one in front has ended
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels on ``device`` start early. Kernels of other libraries between them begin and end as ever."""
+    return device.type == "cuda" and _overlaps(device.index or 0)
+
+
+@cache
+def _overlaps(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) >= OVERLAPS
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait until all kernels before this one have ended.
+
+    Every program of a kernel that is launched early calls it, before it writes or ends: the next one relies on this one
+    having waited. In front of the call a kernel may read what no kernel writes, and nothing else.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@triton.jit
+def one_linear_kernel(
+    x_ptr, norm_ptr, weight_ptr, bias_ptr, out_ptr,
+    eps,
+    NUM_IN: tl.constexpr, NUM_OUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, ADDS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_N`` outputs; ``BLOCK_K`` columns of their rows at a time, the next ones loading meanwhile.
+
+    The norm is one factor of all sums: its squares are added up beside them.
+    """
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = row < NUM_OUT
+    column = tl.arange(0, BLOCK_K)
+    at = weight_ptr + row.to(tl.int64)[:, None] * NUM_IN + column[None, :]
+    up_at = at + NUM_OUT * NUM_IN
+    mask = is_row[:, None] & (column < NUM_IN)[None, :]
+    weight = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first")
+    up = weight
+    if GATED:
+        up = tl.load(up_at, mask=mask, other=0.0, eviction_policy="evict_first")
+    wait_for_inputs(EARLY)
+    sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    up_sums = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+    squares = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for start in range(0, NUM_IN, BLOCK_K):
+        is_in = start + column < NUM_IN
+        x = tl.load(x_ptr + start + column, mask=is_in, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + column, mask=is_in, other=0.0).to(tl.float32)
+        own, own_up = weight, up
+        if NUM_IN > BLOCK_K:
+            following = start + BLOCK_K
+            mask = is_row[:, None] & (following + column < NUM_IN)[None, :]
+            weight = tl.load(at + following, mask=mask, other=0.0, eviction_policy="evict_first")
+            if GATED:
+                up = tl.load(up_at + following, mask=mask, other=0.0, eviction_policy="evict_first")
+        sums += own.to(tl.float32) * x[None, :]
+        if GATED:
+            up_sums += own_up.to(tl.float32) * x[None, :]
+    out, up_out = tl.sum(sums, 1), tl.sum(up_sums, 1)
+    if HAS_NORM:
+        inverse = 1.0 / tl.sqrt(tl.sum(squares, 0) / NUM_IN + eps)
+        out *= inverse
+        up_out *= inverse
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        if GATED:
+            up_out += tl.load(bias_ptr + NUM_OUT + row, mask=is_row, other=0.0).to(tl.float32)
+    if GATED:
+        out = out / (1.0 + tl.exp(-out)) * up_out
+    if ADDS:
+        out += tl.load(out_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@custom_op("snapstream::one_linear", mutates_args=())
+def one_linear(
+    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, gated: bool
+) -> Tensor:  # fmt: skip
+    """See ``reference.one_linear``."""
+    return launch_one_linear(x, norm if norm is None else (norm, eps), weight, bias, gated=gated)
+
+
+@one_linear.register_fake
+def _(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
+    return x.new_empty(1, weight.shape[0] // (2 if gated else 1))
+
+
+@custom_op("snapstream::add_one_linear", mutates_args=("residual",))
+def add_one_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """See ``reference.add_one_linear``."""
+    launch_one_linear(x, None, weight, bias, residual=residual)
+
+
+@add_one_linear.register_fake
+def _(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    return None
+
+
+def launch_one_linear(
+    x: Tensor, norm: Norm | None, weight: Tensor, bias: Tensor | None, residual: Tensor | None = None, *,
+    gated: bool = False,
+) -> Tensor:  # fmt: skip
+    """See ``reference.one_linear``, or ``add_one_linear`` with ``residual``, which is returned. Rows are contiguous."""
+    num_rows, num_in = weight.shape
+    num_out = num_rows // (2 if gated else 1)
+    if x.stride(1) != 1 or not weight.is_contiguous() or (residual is not None and residual.stride(1) != 1):
+        raise ValueError("a product of one token needs a contiguous matrix, and rows of contiguous elements")
+    out = x.new_empty(1, num_out) if residual is None else residual
+    cut, early = configs.one_launch(num_in), overlaps(x.device)
+    norm_weight, eps = (x, 0.0) if norm is None else norm
+    one_linear_kernel[(triton.cdiv(num_out, cut.rows),)](
+        x, norm_weight, weight, weight if bias is None else bias, out,
+        eps,
+        NUM_IN=num_in, NUM_OUT=num_out, BLOCK_N=cut.rows, BLOCK_K=cut.block, HAS_NORM=norm is not None,
+        HAS_BIAS=bias is not None, GATED=gated, ADDS=residual is not None, EARLY=early, num_warps=cut.num_warps,
+        launch_pdl=early,
+    )  # fmt: skip
+    return out
