@@ -20,6 +20,8 @@ KVPRESS := .venv-kvpress
 
 # One thread per process: the test workers are the parallelism.
 export OMP_NUM_THREADS ?= 1
+# Some hundred processes import the same modules: compiled to bytecode once, in __pycache__.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test test-all test-sanitized test-clients test-ray test-load test-peers peers wheel docs lint format clean
 .DEFAULT_GOAL := help

@@ -48,12 +48,11 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is in ``SLOW``."""
-    folder = Path(__file__).parent
+    slow = [Path(__file__).parent / name for name in SLOW]
+    files = {path for path in {item.path for item in items} if not {path, *path.parents}.isdisjoint(slow)}
     for item in items:
-        if item.path.is_relative_to(folder):
-            own = item.path.relative_to(folder)
-            if any(own.is_relative_to(slow) for slow in SLOW):
-                item.add_marker(pytest.mark.slow)
+        if item.path in files:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

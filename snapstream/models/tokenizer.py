@@ -16,7 +16,7 @@ from snapstream.models.config_json import MAX_TEMPLATE_BYTES, check_folder, read
 from snapstream.models.gguf_header import Header, is_gguf, read_header
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json")
@@ -44,8 +44,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     _refuse_places(folder)
     from transformers import AutoTokenizer
 
+    config = _light_config(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True, trust_remote_code=False)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers raises bare exceptions, and panics that are no Exception
@@ -76,6 +77,27 @@ def read_template(file: Path) -> str:
         place = "" if fault.line is None else f", line {fault.line}"
         raise ValueError(f"{file}{place}: {fault}") from None
     return text
+
+
+def _light_config(folder: Path) -> PreTrainedConfig | None:
+    """What ``AutoTokenizer`` reads of ``config.json`` where ``tokenizer_config.json`` names a class: the model's type.
+
+    The model's own configuration class imports torch.compile and torch.distributed, as long as torch itself. None
+    where ``AutoTokenizer`` must read the configuration: it chooses a class from it.
+    """
+    files = folder / "tokenizer_config.json", folder / "config.json"
+    if not all(file.is_file() for file in files):
+        return None
+    named, model = map(read_object, files)
+    if not (isinstance(named.get("tokenizer_class"), str) and isinstance(model.get("model_type"), str)):
+        return None
+    from transformers import PreTrainedConfig
+
+    config = PreTrainedConfig()
+    for name in ("model_type", "model_name"):
+        if name in model:
+            setattr(config, name, model[name])
+    return config
 
 
 def _refuse_places(folder: Path) -> None:

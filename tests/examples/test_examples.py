@@ -47,12 +47,9 @@ def test_it_runs(name: str) -> None:
     given, shown = SHOWN[name]
     out = run(name, given=given)
     assert all(text in out for text in shown), out
-
-
-@pytest.mark.parametrize("name", ["long_document.py", "compress_with_draft.py"])
-def test_the_answer_is_the_expected_one(name: str) -> None:
-    lines = dict(line.split(":", 1) for line in run(name).splitlines() if line.startswith(("expected:", "answer:")))
-    assert lines["answer"].strip() == lines["expected"].strip()
+    lines = dict(line.split(":", 1) for line in out.splitlines() if line.startswith(("expected:", "answer:")))
+    if "expected: " in shown:
+        assert lines["answer"].strip() == lines["expected"].strip()
 
 
 def test_the_client_streams_from_a_server(tmp_path: Path) -> None:

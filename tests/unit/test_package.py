@@ -55,7 +55,11 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 def test_a_runner_does_not_load_the_compiler() -> None:
     """It would double what the start of an engine, and of each of its ranks, imports."""
-    modules = loaded("import snapstream.exec.parallel, snapstream.startup.build, snapstream.models.checkpoint")
+    modules = loaded(
+        "import snapstream.exec.parallel, snapstream.startup.build, snapstream.models.checkpoint;"
+        "from snapstream.assets import TINY_MODEL; from snapstream.models.tokenizer import load_tokenizer;"
+        "load_tokenizer(TINY_MODEL)"
+    )
     assert "torch" in modules and "torch._dynamo" not in modules
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from benchmarks.stand_ins import checkpoint_of
 from snapstream.assets import TINY_MODEL
@@ -213,6 +214,31 @@ def test_tokenizers_that_are_none(name: str, changes: dict[str, Any], reason: st
     (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
     with pytest.raises(ValueError, match=re.escape(str(folder)) + ".*" + reason):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    [
+        ("llama", "PreTrainedTokenizerFast"), ("qwen2", "PreTrainedTokenizerFast"), ("qwen3", "Qwen2Tokenizer"),
+        ("llama", "LlamaTokenizerFast"), ("phi3", "LlamaTokenizerFast"), ("mistral", "LlamaTokenizer"),
+        ("cohere", "CohereTokenizerFast"), ("no-such-type", "GPT2Tokenizer"), ("llama", None),
+        (None, "PreTrainedTokenizerFast"),
+    ],
+)  # fmt: skip
+def test_a_named_tokenizer_is_the_one_of_transformers(
+    model_type: str | None, named: str | None, tmp_path: Path
+) -> None:
+    """Whose ``AutoTokenizer`` reads the model's whole configuration to choose it."""
+    folder = shutil.copytree(TINY_MODEL, tmp_path / "given")
+    for name, changes in (
+        ("config.json", {"model_type": model_type}),
+        ("tokenizer_config.json", {"tokenizer_class": named}),
+    ):
+        content = json.loads((folder / name).read_text()) | changes
+        (folder / name).write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+    own, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = "The code is 4821907.<|end|> \u00c4 "
+    assert type(own) is type(theirs) and own.encode(text) == theirs.encode(text)
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
