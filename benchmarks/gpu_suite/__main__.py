@@ -54,6 +54,9 @@ def sections() -> list[Section]:
         Section("decode_kernel", kernels.decode_kernel, 30, "decode attention alone over full rows"),
         Section("prefill_8b", prompts.prefill("llama_8b", [
             (2048, 2048, 2048), (8192, 8192, 2048), (32_768, 8192, 2048), (131_072 - 8, 8192, 2048)]), 90, prefill),
+        Section("prefill_kernels", prompts.prefill(
+            "llama_8b", [(32_768, 8192, 2048)], ("triton", "sdpa_cudnn", "sdpa_flash")),
+                40, prefill),
         Section("largest_batch", speed.largest_batch, 60,
                 "decode at the most rows that fit for prompts of 128k tokens; planned_gib: what plan counts, without "
                 "the framework"),
@@ -69,7 +72,7 @@ def sections() -> list[Section]:
         Section("narrow_linear", narrow.narrow_linear, 60,
                 "products with int8 and int4 weights (codes) beside bf16, and beside widening them block by block"),
         Section("decode_8b_narrow", narrow.decode_8b_narrow, 60, "decode_8b over weights of int4 and int8"),
-        Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], both), 30, decode),
+        Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], best), 30, decode),
         Section("attention", attention.attention, 45, "kernels that can attend a chunk of a prompt"),
         Section("latent_kernel", latents.latent_kernel, 30, "decode attention alone over full rows of latents"),
         Section("decode_lite", speed.decode("deepseek_v2_lite", [(8192, [1, 8, 64], 131_000), (32_768, [16], 131_000)],

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from time import perf_counter
 from typing import Any
 
-from benchmarks.gpu_suite.models import GREEDY, decoder_of, make_runner, use_executor
+from benchmarks.gpu_suite.models import GREEDY, decoder_of, engine_config, make_runner, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
 from benchmarks.prefill import prefill_flop
 from benchmarks.shapes import random_prompt
-from snapstream.config import AutoCount
+from snapstream.config import AutoCount, PrefillAttentionName
 from snapstream.engine.admission import job_chunk_len
 from snapstream.engine.core import Engine
 from snapstream.exec.runner import ModelRunner
@@ -20,25 +21,31 @@ from snapstream.step import JobSpec, PrefillEntry, StepPlan, StepResult, UnitRan
 from snapstream.types import Request, SamplingParams
 
 
-def prefill(model: str, points: list[tuple[int, int, int]]) -> Callable[[Bench], Figures]:
-    """Prefill of ``model`` for points of (prompt tokens, slots, chunk tokens); one unmeasured run of the first."""
+def prefill(
+    model: str, points: list[tuple[int, int, int]], kernels: tuple[PrefillAttentionName, ...] = ("auto",)
+) -> Callable[[Bench], Figures]:
+    """Prefill of ``model`` for points of (prompt tokens, slots, chunk tokens), attended by each of ``kernels``; one
+    unmeasured run of the first with each.
+    """
 
     def section(bench: Bench) -> Figures:
         decoder = decoder_of(bench, model)
-        config = decoder.config
-        is_first = True
-        for prompt_len, slots, chunk_len in [(300, 64, 64)] if bench.is_smoke else points:
-            runner = make_runner(bench, decoder, min(slots, prompt_len), 1, prompt_len + 8, chunk_len)
-            if is_first:
+        asked: list[PrefillAttentionName] = []
+        for kernel, point in product(kernels, points[:1] if bench.is_smoke else points):
+            prompt_len, slots, chunk_len = (300, 64, 64) if bench.is_smoke else point
+            config = engine_config(bench, min(slots, prompt_len), 1, prompt_len + 8, chunk_len)
+            runner = ModelRunner(decoder, replace(config, prefill_attention=kernel))
+            if kernel not in asked:
                 prefill_once(bench, runner, prompt_len)
-                is_first = False
+                asked.append(kernel)
             allocated = bench.device.reset_peak()
             seconds, result = prefill_once(bench, runner, prompt_len)
             extra = bench.device.peak_bytes() - allocated + runner.buffers.num_bytes
-            flop = prefill_flop(config, prompt_len)
+            flop = prefill_flop(decoder.config, prompt_len)
             compress_ms = result.prefilled["r"].compression.compress_ms
             figure: dict[str, Any] = {
-                "model": model, "prompt_len": prompt_len, "slots": slots, "chunk_len": chunk_len,
+                "model": model, "attention": runner.prefill_attention.name, "prompt_len": prompt_len, "slots": slots,
+                "chunk_len": chunk_len,
                 "prefill_s": seconds, "tokens_per_s": prompt_len / seconds, "tflop_per_s": flop / seconds / 1e12,
                 "compress_share": compress_ms / 1e3 / seconds, "extra_gib": extra / 2**30,
                 "staging_gib": runner.buffers.num_bytes / 2**30,

@@ -183,6 +183,7 @@ PrefillAttentionName = Literal[
     "sdpa_flash",
     "sdpa_cudnn",
     "sdpa_efficient",
+    "triton",
     "flash_attn",
     "flash_attn_3",
     "flashinfer",

@@ -145,6 +145,15 @@ def _packed_in_fp32(
     return prompt.attend_f32(library.load(), q, k, v, ends, window=window, sinks=sinks, cap=cap)
 
 
+def _by_triton(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    from snapstream.kernels.triton.prefill import prefill_attention
+
+    return prefill_attention(q, k, v, window=window, sinks=sinks, cap=cap)
+
+
 VERSIONS: dict[str, Version] = {
     version.name: version
     for version in (
@@ -167,6 +176,7 @@ VERSIONS: dict[str, Version] = {
             "sdpa_efficient", pytorch.by_efficient,
             _needs(dtypes=(torch.float32, *HALF), least=(7, 0), has_sinks=True),
         ),
+        Version("triton", _by_triton, _needs(package="triton", has_sinks=True)),
         Version("flash_attn", packages.flash_attn, _needs(package="flash_attn"), packages.flash_attn_packed),
         Version(
             "flash_attn_3", packages.flash_attn_3, _needs(package="flash_attn_interface", major=9),

@@ -63,6 +63,13 @@ class CodeLaunch(Launch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillLaunch(Launch):
+    """How a chunk of a prompt is cut: ``block`` keys at a time."""
+
+    queries: int  # of one head per program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OneLaunch(Launch):
     """How a product of one token is cut: ``block`` columns of a row at a time."""
 
@@ -172,6 +179,17 @@ def code_launch(num_tokens: int, num_out: int, group: int, dtype_bytes: int) -> 
     is_wide = group == 32 and tokens < CODE_TOKENS[-1]  # sums of more would not stay in registers
     rows = 32 if is_wide and -(-num_out // 32) >= _LEAST_PROGRAMS else 16
     return CodeLaunch(block=groups, tokens=tokens, rows=rows, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[tokens])
+
+
+def prefill_launch(head_dim: int, dtype_bytes: int) -> PrefillLaunch:
+    """Prefill attention: as many queries as keep their sums in registers, two or three blocks of keys in flight."""
+    if dtype_bytes == 4:  # no tensor cores at full precision
+        return PrefillLaunch(block=16, queries=32, num_warps=4, num_stages=1)
+    if head_dim > 128:
+        return PrefillLaunch(block=64, queries=128, num_warps=8, num_stages=2)
+    return PrefillLaunch(
+        block=128 if head_dim > 64 else 64, queries=128, num_warps=8, num_stages=2 if head_dim > 64 else 3
+    )
 
 
 def one_launch(num_in: int) -> OneLaunch:
