@@ -25,6 +25,7 @@ MXFP4_GROUP = 32  # numbers along the input that share a power of two
 # number against an eighth; and 32 numbers of a row fill a kernel's vector.
 DEFAULT_GROUP = 32
 GROUPS = (32, 64, 128)
+SUB_BLOCK = 16  # the group of int8 that holds Q6_K of GGUF files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class WeightFormat:
             f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(WeightDType))}",
         )
         if self.is_quantized and not self.is_fp8:
-            check(self.group in GROUPS, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
+            known = self.group in GROUPS or (self.group == SUB_BLOCK and self.dtype == "int8")
+            check(known, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
         else:
             check(self.group == 0, f"group is {self.group}; {self.dtype} weights have no groups")
             rounds = self.rounds_inputs and self.dtype != "bfloat16"
@@ -168,6 +170,7 @@ class StoredWeights:
     tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
     packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
     dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
+    in_sub_blocks: tuple[str, ...] = ()  # of those that are int8 in groups of ``SUB_BLOCK`` above
     has_float_dense: bool = False  # matrices with ``TensorSpec.is_dense`` are floats beside quantized ones
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
@@ -175,6 +178,20 @@ class StoredWeights:
         if is_attention and self.quantized is not None and self.quantized.is_mxfp4:
             return None
         return (self.attention or self.quantized) if is_attention else self.quantized
+
+    @property
+    def has_sub_blocks(self) -> bool:
+        """Whether matrices of the layers are int8 in groups of ``SUB_BLOCK``."""
+        return any(form is not None and form.group == SUB_BLOCK for form in (self.quantized, self.attention))
+
+    def dequantized_in(self, formats: WeightFormats) -> tuple[str, ...]:
+        """Names of the quantized formats that are read as floats, or to be quantized again, if matrices are kept in
+        ``formats``.
+        """
+        kept = [form for form in (formats.layers, formats.attention, formats.tables) if form and form.group]
+        wanted = {form.group for form in (self.quantized, self.attention, self.tables) if form is not None}
+        more = SUB_BLOCK in wanted and all(form.group != SUB_BLOCK for form in kept)
+        return tuple(sorted({*self.dequantized, *(self.in_sub_blocks if more else ())}))
 
     def describe_quantized(self) -> str:
         """In a few words; only of a quantised checkpoint."""

@@ -419,9 +419,10 @@ def _fill_quantized(
         values = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
         scales = read_scales(own, outer, form.group, manifest).to(SCALE_DTYPE)
         bounds = {own + SCALES: _minmax(scales)}
-    if outer == cut:
+    target = weights.matrices[part.target].form
+    if outer == cut and (not target.is_quantized or (target.dtype, target.group) == (form.dtype, form.group)):
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
-    else:  # the shard cuts through groups: it is stored as floats
+    else:  # the shard cuts through groups, and is stored as floats; or another format was asked for
         numbers = decode(values, scales, form)
         weights.fill(part.target, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
     return bounds

@@ -1,7 +1,8 @@
 """GGUF files as models: their tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
-beside them as int8. They appear here as ``pack-quantized`` tensors (``checkpoint.py``), experts of gpt-oss as MXFP4.
+beside them as int8. Q6_K is int8 in groups of 16, the same integers: their scales, products of two numbers in the file,
+are rounded to fp16. They appear here as ``pack-quantized`` tensors (``checkpoint.py``), experts of gpt-oss as MXFP4.
 Other types are dequantized, by the ``gguf`` package, whose arithmetic is that of ggml. Files are mapped, and read slice
 by slice.
 """
@@ -17,13 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
+from snapstream.config.weights import SUB_BLOCK
 from snapstream.models.gguf_header import FLOATS, Tensor, first_file
 from snapstream.models.gguf_settings import ROPE_TABLES, Model, open_model, settings_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-EXACT_INT4, EXACT_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL"}
+IN_INT4, IN_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "Q6_K"}
 GROUP = 32
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -73,22 +75,22 @@ def _group_of(name: str) -> str:
 
 
 def _stored(model: Model) -> StoredWeights:
-    """How matrices are read: those of the layers keep their values if all of them can."""
+    """How matrices are read: those of the layers keep their values if all of them can, and so do the tables."""
     groups = _groups(model)
     if model.architecture.merged:
         return _stored_mxfp4(model, groups)
-    layers, attention, tables = (_exact(groups[name]) for name in ("layers", "attention", "tables"))
+    layers, attention, tables = (_integers(groups[name]) for name in ("layers", "attention", "tables"))
     if layers is None or attention is None or not _keeps_groups(model):
         layers = attention = None
-    elif tables is not None:
-        tables = WeightFormat(dtype="int8", group=GROUP)
+    tables = replace(tables, dtype="int8") if tables else None
     kept = {"attention", "layers"} if layers else set()
-    tables = tables if layers else None
     kept |= {"tables"} if tables else set()
     rest = set().union(*(kinds for name, kinds in groups.items() if name not in kept))
+    in_sub_blocks = set().union(*(groups[name] for name in kept if "Q6_K" in groups[name]))
     return StoredWeights(
         dtype=_float_dtype(rest), quantized=layers, attention=None if attention == layers else attention,
-        tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())), has_float_dense=layers is not None,
+        tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())), in_sub_blocks=tuple(sorted(in_sub_blocks)),
+        has_float_dense=layers is not None,
     )  # fmt: skip
 
 
@@ -123,11 +125,11 @@ def _stored_mxfp4(model: Model, groups: Mapping[str, set[str]]) -> StoredWeights
     return StoredWeights(dtype=_float_dtype(rest), quantized=quantized, dequantized=tuple(sorted(rest - FLOATS.keys())))
 
 
-def _exact(kinds: set[str]) -> WeightFormat | None:
-    """The format that holds blocks of these types exactly."""
-    if not kinds or not kinds <= EXACT_INT8:
+def _integers(kinds: set[str]) -> WeightFormat | None:
+    """The format that holds the integers of blocks of these types."""
+    if not kinds or not kinds <= IN_INT8:
         return None
-    return WeightFormat(dtype="int4" if kinds <= EXACT_INT4 else "int8", group=GROUP)
+    return WeightFormat(dtype="int4" if kinds <= IN_INT4 else "int8", group=SUB_BLOCK if "Q6_K" in kinds else GROUP)
 
 
 def _names(model: Model) -> dict[str, str]:
@@ -167,6 +169,7 @@ class View:
     dtype: str  # safetensors' name
     part: Kind = "numbers"
     bits: int = 0  # of codes
+    group: int = 0  # of codes and scales
     expert: int | None = None  # of a stored stack, the only one
     offset: float = 0.0  # what is subtracted
     is_log: bool = False  # the logarithm of the negated numbers
@@ -211,12 +214,13 @@ def _views(model: Model) -> dict[str, View]:
             continue
         own = {
             "_packed": ("codes", (count, shape[1] * form.bits // 32), "I32"),
-            "_scale": ("scales", (count, shape[1] // GROUP), "F16"),
+            "_scale": ("scales", (count, shape[1] // form.group), "F16"),
             "_shape": ("shape", (2,), "I64"),
         }
         for suffix, (part, size, dtype) in own.items():
             found[name + suffix] = replace(
-                numbers, shape=size, dtype=dtype, part=part, bits=form.bits, matrix=shape  # type: ignore[arg-type]
+                numbers, shape=size, dtype=dtype, part=part, bits=form.bits, group=form.group,  # type: ignore[arg-type]
+                matrix=shape,
             )  # fmt: skip
     return found
 
@@ -385,8 +389,11 @@ class Shard:
             numbers = _widened(numbers_of(data, kind)) if view.dtype == "F32" else numbers_of(data, kind)
             return numbers if view.columns is None else numbers[..., view.columns]
         scales, values = blocks_of(data, kind)
+        if values.shape[-1] != view.group:  # beside Q6_K
+            scales = scales.repeat(values.shape[-1] // view.group, -1)
+            values = values.reshape(*scales.shape, view.group)
         if view.columns is not None:  # whole groups change their places
-            order = numpy.array(view.columns)[::GROUP] // GROUP
+            order = numpy.array(view.columns)[:: view.group] // view.group
             scales, values = scales[..., order], values[..., order, :]
         if view.part == "scales":
             return scales
@@ -485,9 +492,11 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scales ``[..., n]`` fp16 and whole numbers ``[..., n, 32]`` int8 of rows of n blocks."""
+    """Scales ``[..., n]`` fp16 and whole numbers ``[..., n, 32]`` int8 of rows of n blocks; Q6_K ``[..., n, 16]``."""
     import numpy
 
+    if kind == "Q6_K":
+        return _sub_blocks_of(data)
     size = {"Q8_0": 34, "Q4_0": 18, "IQ4_NL": 18, "Q5_0": 22}[kind]
     blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
     scales = numpy.ascontiguousarray(blocks[..., :2]).view(numpy.float16)[..., 0]
@@ -504,9 +513,27 @@ def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, An
     return scales, codes.astype(numpy.int8) - numpy.int8(8)
 
 
+def _sub_blocks_of(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The same of Q6_K. A block of 256 numbers has their lower four bits, two halves of 128 in 64 bytes each; the upper
+    two bits, 32 bytes a half; 16 scales int8; and what these are times, fp16. Infinity where a product is beyond fp16.
+    """
+    import numpy
+
+    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, 210)
+    low, high, scales, factor = numpy.split(blocks, [128, 192, 208], -1)
+    low, high = (part.reshape(*blocks.shape[:-1], 2, 1, -1) for part in (low, high))  # [..., half, 1, bytes]
+    values = (low >> numpy.array([[0], [4]], dtype=numpy.uint8) & 15).reshape(*blocks.shape[:-1], 2, 4, 32)
+    values |= (high >> numpy.array([[0], [2], [4], [6]], dtype=numpy.uint8) & 3) << 4
+    with numpy.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when all of it is read
+        products = scales.view(numpy.int8) * numpy.ascontiguousarray(factor).view(numpy.float16).astype(numpy.float32)
+        rounded = products.astype(numpy.float16)
+    shape = (*data.shape[:-1], -1)
+    return rounded.reshape(shape), values.view(numpy.int8).reshape(*shape, SUB_BLOCK) - numpy.int8(32)
+
+
 def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
     """Whole numbers as unsigned codes in the order of ``kernels/groups.py``, uint8."""
     import numpy
 
-    codes = (values.astype(numpy.int16) + 2 ** (bits - 1)).astype(numpy.uint8)
+    codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

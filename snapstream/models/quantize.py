@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormat
+from snapstream.config.weights import GROUPS, SUB_BLOCK
 from snapstream.models.checkpoint import StoredTensor, check_checkpoint, open_shard, pack_matrix
 from snapstream.models.config_json import read_object
 from snapstream.models.gguf_header import is_gguf
@@ -45,6 +46,8 @@ def quantize_checkpoint(
     """
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file; checkpoint folders of safetensors are quantized to files")
+    if SUB_BLOCK in (form.group, (attention or form).group):
+        raise ValueError(f"group is {SUB_BLOCK}; files have groups of {', '.join(map(str, GROUPS))}")
     config = read_model_config(source)
     stored = config.stored
     if stored.quantized is not None or stored.dequantized:

@@ -28,6 +28,7 @@ from snapstream.config import (
 )
 from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
 from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
+from snapstream.config.weights import SUB_BLOCK
 from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
 from snapstream.exec.looped import why_not_looped_cpu, why_not_rounded_inputs
 from snapstream.models.hub import local_folder
@@ -98,7 +99,8 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
     """Formats of the matrices in memory; ValueError for those that the model or the dtype cannot have.
 
     ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: 16-bit floats convert exactly, and a step
-    reads half the bytes. Otherwise it is the dtype of the computation.
+    reads half the bytes. Otherwise it is the dtype of the computation. Int8 in groups of 16 is for CPUs, and read as
+    floats are where another format is asked for.
     """
     formats = _matrices(model, options, device)
     if options.activations == "dtype":
@@ -112,16 +114,20 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
 
 
 def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> WeightFormats:
-    wanted, dtype = options.weights, options.dtype
-    keeps_stored = dtype == "float32" and not device.startswith("cuda")
-    plain = WeightFormats.of((model.stored.dtype if keeps_stored else None) or dtype)
-    formats = plain if wanted == "auto" else WeightFormats.of(wanted)
-    if model.stored.quantized is not None:
-        tables = (model.stored.tables or plain.tables) if wanted == "auto" else formats.tables
-        formats = _quantized_formats(model.stored.quantized, model.stored, wanted, tables)
-    if formats.layers.is_quantized:
+    stored, wanted, dtype = model.stored, options.weights, options.dtype
+    is_cpu = not device.startswith("cuda")
+    keeps_stored = dtype == "float32" and is_cpu
+    formats = WeightFormats.of(((stored.dtype if keeps_stored else None) or dtype) if wanted == "auto" else wanted)
+    keeps_layers = not stored.has_sub_blocks or (wanted == "auto" and is_cpu)
+    quantized, tables = stored.quantized if keeps_layers else None, formats.tables
+    if wanted == "auto" and stored.tables is not None and (quantized is not None or keeps_stored):
+        tables = stored.tables if is_cpu or stored.tables.group != SUB_BLOCK else tables
+    if quantized is not None:
+        formats = _quantized_formats(quantized, stored, wanted, tables)
+    formats = replace(formats, tables=tables)
+    if formats.layers.is_quantized or formats.tables.is_quantized:
         check_groups(model, formats)
-    elif formats.layers.dtype != dtype and dtype != "float32":
+    if not formats.layers.is_quantized and formats.layers.dtype != dtype and dtype != "float32":
         raise ValueError(f"weights is {wanted!r} and dtype {dtype!r}; weights must be {dtype}, int8, int4 or auto")
     return formats
 

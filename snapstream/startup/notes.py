@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from snapstream.config import EngineConfig, EngineOptions, ModelConfig
+from snapstream.config import EngineConfig, EngineOptions, ModelConfig, WeightFormats
 from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
 from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
@@ -46,11 +46,12 @@ def describe_engine(model: ModelConfig, config: EngineConfig) -> tuple[str, str]
 
 def describe_dequantized(model: ModelConfig, config: EngineConfig) -> str:
     """Which quantized formats of a checkpoint are not kept as they are stored."""
-    types = model.stored.dequantized
+    formats = config.weights or WeightFormats.of(config.dtype)
+    types, stored, own = model.stored.dequantized_in(formats), model.stored.quantized, formats.layers.describe()
     if not types:
         return ""
-    own = config.dtype if config.weights is None else config.weights.layers.describe()
-    kept = "the other matrices are as stored" if model.stored.quantized else f"layers are kept in {own}"
+    is_kept = stored is not None and stored.describe() == own
+    kept = "the other matrices are as stored" if is_kept else f"layers are kept in {own}"
     return f"weights: {', '.join(types)} are dequantized as they are read; {kept} (--weights)"
 
 

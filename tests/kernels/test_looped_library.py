@@ -134,14 +134,14 @@ def test_a_product_in_panels(
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=20)
 @given(
-    num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([32, 64, 128]),
+    num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([16, 32, 64, 128]),
     width=st.sampled_from(["int8", "int4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_codes(
     instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int, seed: int
 ) -> None:
     """As over the widened numbers, which it reads exactly."""
-    form = WeightFormat(dtype=width, group=32 if width == "mxfp4" else group)
+    form = WeightFormat(dtype=width, group=32 if width == "mxfp4" else group if width == "int8" else max(group, 32))
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * form.group
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
@@ -162,7 +162,7 @@ def test_a_product_of_codes(
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=20)
 @given(
-    num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([32, 64, 128]),
+    num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([16, 32, 64, 128]),
     bits=st.sampled_from([8, 4]), tokens=st.integers(1, 40), exponent=st.sampled_from([0, -20, 20, -126]),
     seed=st.integers(0, 99),
 )  # fmt: skip
@@ -173,6 +173,7 @@ def test_a_product_of_whole_numbers(
     """Equal to its definition but for the rounding of a sum over groups; a token has the same bits in any batch, by any
     instructions.
     """
+    group = group if bits == 8 else max(group, 32)
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
     form = WeightFormat(dtype="int8" if bits == 8 else "int4", group=group, rounds_inputs=True)
     codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
@@ -217,7 +218,7 @@ def test_every_code_and_scale_of_mxfp4(instructions: InstructionSet) -> None:
 @settings(max_examples=30)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 40), width=st.sampled_from(["bfloat16", "int8", "int4"]),
-    group=st.sampled_from([32, 64, 128]), extra=st.integers(0, 31), tokens=st.integers(1, 60),
+    group=st.sampled_from([16, 32, 64, 128]), extra=st.integers(0, 31), tokens=st.integers(1, 60),
     exponent=st.sampled_from([0, -20, 20]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_tokens_in_bf16(
@@ -234,7 +235,9 @@ def test_a_product_of_tokens_in_bf16(
         panels.fill_rows(stored, 0, wide)
         stack = panels.stack_of(stored, num_out, num_in)
     else:
-        num_in, bits = num_groups * group, int(width[3:])
+        bits = int(width[3:])
+        group = group if bits == 8 else max(group, 32)
+        num_in = num_groups * group
         form = WeightFormat(dtype="int8" if bits == 8 else "int4", group=group)
         codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
         stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)

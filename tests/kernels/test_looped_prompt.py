@@ -363,7 +363,9 @@ def test_every_instruction_set_passes_tokens(instructions: InstructionSet) -> No
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())
-@pytest.mark.parametrize(("width", "group"), [("int8", 32), ("int4", 32), ("int8", 128), ("int4", 64), ("int4", 128)])
+@pytest.mark.parametrize(
+    ("width", "group"), [("int8", 16), ("int8", 32), ("int4", 32), ("int8", 128), ("int4", 64), ("int4", 128)]
+)
 def test_prefill_in_whole_numbers(instructions: InstructionSet, width: str, group: int) -> None:
     """Inputs rounded to int8 per token and group of the weights, and the same bits for a token in any batch and by any
     instructions. 1,300 tokens are more than one range.

@@ -14,6 +14,7 @@ import transformers
 
 from snapstream.config import EngineOptions
 from snapstream.config.engine import ParallelConfig
+from snapstream.config.weights import WeightFormats, WeightsOption
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.llm import LLM
 from snapstream.models.checkpoint import load_weights
@@ -103,16 +104,26 @@ def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 1}
 INT8, INT4, FP16 = "int8 in groups of 32", "int4 in groups of 32", "float16"
+FINE = "int8 in groups of 16"
 KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of qkv, down and embed
     ("llama-mha", "Q8_0", {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", "Q4_0", {"qkv": INT4, "down": INT4, "embed": INT8}),
-    ("llama-gqa-tied", {"attn": "Q8_0", "token": "Q6_K", "": "Q4_0"}, {"qkv": INT8, "down": INT4, "embed": FP16}),
+    ("llama-gqa-tied", {"attn": "Q8_0", "token": "Q6_K", "": "Q4_0"}, {"qkv": INT8, "down": INT4, "embed": FINE}),
+    ("llama-gqa-tied", {"token": "Q4_1", "": "Q4_0"}, {"qkv": INT4, "down": INT4, "embed": FP16}),
+    ("llama-mha", {"attn": "Q4_0", "output.": "Q6_K", "": "Q4_0"},
+     {"qkv": INT4, "down": INT4, "embed": FINE, "lm_head": FINE}),
+    ("qwen3", "Q6_K", {"qkv": FINE, "down": FINE, "embed": FINE}),
+    ("qwen2", {"attn_v": "Q6_K", "ffn_gate": "Q5_0", "ffn_up": "Q6_K", "attn": "Q8_0", "": "Q4_0"},
+     {"qkv": FINE, "gate_up": FINE, "down": FINE, "embed": INT8}),
+    ("llama-gqa-tied", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
+     {"qkv": FP16, "down": FP16, "embed": FINE}),
     ("qwen2", {"ffn_down": "IQ4_NL", "ffn": "Q4_0", "": "Q5_0"}, {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3-moe", "Q8_0", {"qkv": INT8, "experts_down": INT8, "embed": INT8}),
+    ("qwen3-moe", "Q6_K", {"qkv": FINE, "experts_down": FINE, "embed": FINE}),
     ("llama-mha", {"attn_v": "Q6_K", "ffn_down": "Q5_K", "token": "Q4_1", "": "Q4_K"},
      {"qkv": FP16, "down": FP16, "embed": FP16}),
     ("qwen3", {"attn": "Q5_1", "ffn_down": "MXFP4", "ffn": "IQ4_XS", "": "Q8_0"},
-     {"qkv": FP16, "down": FP16, "embed": FP16}),
+     {"qkv": FP16, "down": FP16, "embed": INT8}),
     ("qwen3", "BF16", {"qkv": "bfloat16", "down": "bfloat16", "embed": "bfloat16"}),
     ("qwen2", "F16", {"qkv": FP16, "down": FP16, "embed": FP16}),
 ]  # fmt: skip
@@ -123,7 +134,7 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
     name: str, kind: str | dict[str, str], formats: dict[str, str], tmp_path: Path
 ) -> None:
     """Types that fit integers in groups keep their values; the others are dequantized, with a line that says so."""
-    more = {"moe_intermediate_size": 64} if name == "qwen3-moe" else {}
+    more = {"moe_intermediate_size": 64 if kind == "Q8_0" else 256} if name == "qwen3-moe" else {}
     folder = save(make_model(name, **SIZES | more), tmp_path)
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     wide = dequantized(file, folder, tmp_path / "wide")
@@ -150,6 +161,7 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
         theirs = answers(wide, prompts, weights="float32")
         for executor in EXECUTORS:
             assert answers(file, prompts, executor=executor, weights="float32") == theirs
+        assert len({str(answers(file, prompts, executor=executor)) for executor in EXECUTORS}) == 1
 
 
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
@@ -254,19 +266,53 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         read_model_config(first)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K"])
-def test_a_rank_reads_its_shard(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("width", "layers", "tables", "line"), [
+    ("auto", FINE, FINE, None),
+    ("int8", INT8, INT8, f"layers are kept in {INT8}"),
+    ("int4", INT4, INT8, f"layers are kept in {INT4}"),
+    ("float32", "float32", "float32", "layers are kept in float32"),
+])  # fmt: skip
+def test_another_format_than_that_of_the_file(
+    width: str, layers: str, tables: str, line: str | None, tmp_path: Path
+) -> None:
+    """Numbers in groups of 16 are read as floats, and as these quantized where that is asked for."""
+    folder = save(make_model("llama-mha", **SIZES), tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", {"ffn_up": "Q8_0", "": "Q6_K"})
+    wide = dequantized(file, folder, tmp_path / "wide")
+    options: dict[str, Any] = {"max_model_len": 64, "progress": False, "executor": "eager"}
+    with (
+        LLM(file, weights=width, **options) as llm,
+        LLM(wide, weights="float32" if width == "auto" else width, **options) as twin,
+    ):
+        own, theirs = (one.engine.runner.decoder.weights for one in (llm, twin))  # type: ignore[attr-defined]
+        assert own.matrices["gate_up"].form.describe() == layers
+        assert own.matrices["embed"].form.describe() == own.matrices["lm_head"].form.describe() == tables
+        for key, mine in own.stored().items():
+            assert torch.equal(mine, theirs.stored()[key]), key
+        notes = [note.partition(" (--")[0] for note in llm.notes if "dequantized" in note]
+        assert notes == ([f"weights: Q6_K, Q8_0 are dequantized as they are read; {line}"] if line else [])
+    on_gpu = weight_formats(llm.model_config, EngineOptions(dtype="bfloat16"), device="cuda")
+    assert on_gpu.describe() == "bfloat16"
+    assert llm.model_config.stored.dequantized_in(on_gpu) == ("Q6_K", "Q8_0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "width"), [("Q4_0", "auto"), ("Q8_0", "auto"), ("Q6_K", "auto"), ("Q6_K", "float32"), ("Q6_K", "int8")]
+)
+def test_a_rank_reads_its_shard(kind: str, width: WeightsOption, tmp_path: Path) -> None:
     """Slices of quantized blocks are the slices of their numbers; kv heads of 16 numbers cut through groups."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "num_key_value_heads": 2}
     folder = save(make_model("llama-mha", **sizes), tmp_path)
     file = write_gguf(folder, tmp_path / "model.gguf", {"attn_output": "Q8_0", "": kind})
     wide = dequantized(file, folder, tmp_path / "wide")
-    two, options = ParallelConfig(size=2), EngineOptions(weights="auto" if kind != "Q6_K" else "float32")
+    two, options = ParallelConfig(size=2), EngineOptions(weights=width)
     for rank in range(2):
         loaded = []
         for model in (file, wide):
             config = read_model_config(model)
             formats = weight_formats(config, options, device="cpu")
+            if model == wide and (kind, width) == ("Q6_K", "auto"):  # whose codes do not reach 127
+                formats = WeightFormats.of("float32")
             share = Share.of(config, two, rank, formats if model == file else None)
             loaded.append(load_weights(model, config, torch.float32, "cpu", False, formats, share=share).stored())
         assert all(torch.equal(mine[: len(own)], own) for mine, own in zip(*map(dict.values, loaded), strict=True))

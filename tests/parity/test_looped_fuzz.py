@@ -18,6 +18,7 @@ from torch import Tensor
 
 from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
+from snapstream.config.weights import SUB_BLOCK
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
@@ -235,6 +236,9 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
 def forms_of(width: str, group: int) -> WeightFormats:
     if width == "fp8":  # in blocks, as checkpoints have them
         return WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
+    if group == SUB_BLOCK:
+        form = WeightFormat(dtype="int8", group=group)
+        return WeightFormats(layers=form, tables=form)
     return WeightFormats.of(width, group)
 
 
@@ -247,6 +251,7 @@ class Drawn:
         random = Random(seed)
         architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "fp8"])
         group = random.choice([32, 64, 128]) if width in ("int8", "int4") else 1
+        group = SUB_BLOCK if width == "int8" and random.random() < 0.3 else group
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
         kv_dtype = random.choice(["auto", "fp8"] if model.latent else [
             own for own in KV_DTYPES

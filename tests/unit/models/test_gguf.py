@@ -75,7 +75,27 @@ def test_blocks_of_integers_are_exact(kind: str) -> None:
         assert torch.equal(dequantize(torch.from_numpy(codes), torch.from_numpy(scales), bits), wanted)
 
 
-@pytest.mark.parametrize("kind", DEQUANTIZED)
+def test_blocks_of_q6_k() -> None:
+    """The integers are exact, and a scale is the fp16 number nearest to the product that gguf's reference has."""
+    own, draw = ggml.GGMLQuantizationType["Q6_K"], np.random.default_rng(3)
+    for exponents in (0, 0x40), (0, 8), (0x40, 0x50):  # of what scales are times: any up to 2, tiny, and large
+        data = draw.integers(0, 256, (64, 3, 210), dtype=np.uint8)
+        data[..., 209] = draw.integers(*exponents, (64, 3), dtype=np.uint8)
+        rows = data.reshape(64, -1)
+        wanted = ggml.quants.dequantize(rows, own)
+        factors = np.ascontiguousarray(data[..., 208:]).view(np.float16).astype(np.float32)
+        products = (factors * data[..., 192:208].view(np.int8)).reshape(64, 48)
+        scales, values = gguf.blocks_of(rows, "Q6_K")
+        assert (values.min(), values.max()) == (-32, 31) and np.array_equal(scales, products.astype(np.float16))
+        assert np.array_equal((values * products[..., None]).reshape(64, -1), wanted)
+        codes = gguf.packed_codes(values, 8).reshape(64, -1)
+        found = dequantize(torch.from_numpy(codes), torch.from_numpy(scales), 8).numpy()
+        assert (np.abs(found - wanted) <= 2**-11 * np.abs(wanted) + 32 * 2**-25).all()
+    data[..., 208:] = np.frombuffer(np.float16(60000).tobytes(), dtype=np.uint8)
+    assert np.isinf(gguf.blocks_of(data.reshape(64, -1), "Q6_K")[0]).any()
+
+
+@pytest.mark.parametrize("kind", [*DEQUANTIZED, "Q6_K"])
 def test_other_types_are_dequantized_by_the_reference(kind: str) -> None:
     own = ggml.GGMLQuantizationType[kind]
     block, size = ggml.GGML_QUANT_SIZES[own]

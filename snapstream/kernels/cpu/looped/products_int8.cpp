@@ -12,7 +12,7 @@ namespace looped {
 
 namespace {
 
-constexpr int64_t LEAST_GROUP = 32;  // columns of a group
+constexpr int SPAN = 32;         // columns that are summed at once, unless a group has fewer
 constexpr int64_t CODE_BLOCK = 512;  // columns after which a tile lets the next tokens have the same weights
 
 // A unit of a matrix (panels.h) as vectors of four columns each.
@@ -27,22 +27,22 @@ struct Quads {
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
 // for a group, the sums of groups in the nearest cache.
-template <int BITS, class Dot, int T, int P, bool SHORT>  // SHORT: groups of the least size
+template <int BITS, class Dot, int T, int P, int GROUP>  // GROUP: columns of a group, at most SPAN; 0: several SPANs
 INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                            Prefetch fetch) {
     using Form = Codes<BITS>;
     using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
-    constexpr int WIDE = wide(T), VECTORS = P * WIDE, UNITS = LEAST_GROUP / Form::COLS;
+    constexpr int RUN = GROUP ? GROUP : SPAN, WIDE = wide(T), VECTORS = P * WIDE, UNITS = RUN / Form::COLS;
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
-    const int64_t group = SHORT ? LEAST_GROUP : stack.group;
+    const int64_t group = GROUP ? GROUP : stack.group;
     for (int64_t left = cols; left > 0; left -= group) {
         const char* head = weight;
         const int32_t* codes = x + 2 * T;
         weight += Form::HEAD;
         ints acc[T][VECTORS];
-        for (int64_t first = 0; first < group; first += LEAST_GROUP) {
+        for (int64_t first = 0; first < group; first += RUN) {
             Own own[T][VECTORS];
             UNROLL for (int t = 0; t < T; ++t)
                 UNROLL for (int i = 0; i < VECTORS; ++i) {
@@ -89,8 +89,10 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
 template <int BITS, class Dot, int T, int P>
 void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                Prefetch fetch) {
-    if (stack.group == LEAST_GROUP) tile_of_groups<BITS, Dot, T, P, true>(stack, weight, x, cols, v, sums, fetch);
-    else tile_of_groups<BITS, Dot, T, P, false>(stack, weight, x, cols, v, sums, fetch);
+    if constexpr (BITS == 8)
+        if (stack.group == 16) return tile_of_groups<BITS, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
+    if (stack.group == SPAN) tile_of_groups<BITS, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
+    else tile_of_groups<BITS, Dot, T, P, 0>(stack, weight, x, cols, v, sums, fetch);
 }
 
 using CodeTile = void (*)(const Stack&, const char*, const int32_t*, int64_t, int, float*, Prefetch);

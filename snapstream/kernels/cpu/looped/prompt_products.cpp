@@ -137,7 +137,8 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
     const Input second(gated ? down : matrix, p.tokens, buffer + p.tokens * padded(cols));
     const Product multiply = prefill_product(matrix), multiply_down = gated ? prefill_product(down) : nullptr;
     // A task's panels: codes of a group of the next input share a scale.
-    const int64_t together = gated && takes_codes(down) ? down.group / PANEL : 1, tasks = panels / together;
+    const int64_t together = gated && takes_codes(down) ? std::max<int64_t>(down.group / PANEL, 1) : 1;
+    const int64_t tasks = panels / together;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> normed(p.norm ? cols : 0);

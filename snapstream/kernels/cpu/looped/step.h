@@ -241,7 +241,7 @@ inline void norm_input(Work& w, const float* weight, const Stack& next, Turn add
 // Whether gate and up are made panel by panel together with their activation, as the next product takes it.
 inline bool activates_at_once(Work& w, int64_t layer) {
     const LayerParts& own = w.model.parts[layer];
-    return own.inner % PANEL == 0 && (!takes_codes(own.down) || own.down.group == PANEL);
+    return own.inner % PANEL == 0 && (!takes_codes(own.down) || PANEL % own.down.group == 0);
 }
 
 // Panels of gate and of up, `groups.apart` from it, times the tokens: to scratch, [2][tokens][32].
