@@ -73,12 +73,6 @@ def ahead_of_peer(result: Result) -> float | None:
     return min((ours[batch] / theirs[batch] for batch in ours), default=None) if ours.keys() == theirs.keys() else None
 
 
-def gain_of_looping(result: Result) -> float | None:
-    """One row of 8B over int4 weights: the graph of kernels over the looped kernel."""
-    ways = {f["way"][:2]: f["us"] for f in figures(result, "looping_8b", weights="int4", batch=1) if "us" in f}
-    return ways["B0"] / ways["B3"] if {"B0", "B3"} <= ways.keys() else None
-
-
 def ahead_of_continuous(result: Result) -> float | None:
     ours, theirs = (one(name, "tokens_per_s")(result) for name in ("requests", "peers_continuous"))
     return None if ours is None or theirs is None else ours / theirs
@@ -103,8 +97,6 @@ WANTED = (
     Wanted("tokens/s over transformers' continuous batching, prefill included", 1.0, ahead_of_continuous, "x",
            is_strict=True),
     Wanted("first token of 128k tokens cut to 16k by a draft, over the whole prompt", 8.0, speedup_of_draft, "x"),
-    Wanted("a step of 8B over int4 weights, one row: the graph of kernels over the looped kernel", 1.0,
-           gain_of_looping, "x", is_strict=True),
     Wanted("peak memory against the plan, largest deviation", 0.03, plan_error, "%", is_most=True),
     Wanted("first token of a 33k prompt out of the prefix store, over cold", 12.0, one("prefixes", "speedup"), "x"),
     Wanted("a cold prefill with the prefix store on, over one without", 1.02, one("prefixes", "slowdown"), "x",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import Entry
 from snapstream.kernels.backends.prefill import VERSIONS
 
+PACKAGES = ("flash_attn", "flash_attn_3", "flashinfer")
 CALLS_PER_SHAPE = 32  # layers of an 8B model
 
 
@@ -64,6 +66,18 @@ def packed_order(figures: list[dict[str, Any]]) -> tuple[str, ...]:
     return tuple(sorted((way for way in one if not loops or one[way] < min(loops)), key=lambda way: one[way]))
 
 
+def with_absent(old: tuple[Entry, ...], entry: Entry) -> Entry:
+    """``entry`` with the kernels of packages that were not installed where it was measured, in their old places: first,
+    as the start compares all that are there.
+    """
+    before = autotune.find(old, str(entry.capability), entry.dtype, entry.head_dim or 0)
+    chunk, packed = (
+        (*(way for way in known if way not in own and way in PACKAGES), *own)
+        for known, own in ((before.chunk, entry.chunk), (before.packed, entry.packed))
+    )
+    return replace(entry, chunk=chunk, packed=packed)
+
+
 def merged(old: tuple[Entry, ...], new: list[Entry]) -> tuple[Entry, ...]:
     """The old table with new entries in the place of those for the same GPU, dtype and head dimension."""
     places = {(entry.capability, entry.dtype, entry.head_dim) for entry in new}
@@ -76,9 +90,10 @@ def main() -> None:
     parser.add_argument("result", type=Path, help="JSON of the GPU suite")
     parser.add_argument("--table", type=Path, default=autotune.FILE, help="the table to fill")
     args = parser.parse_args()
-    new = entries_of(json.loads(args.result.read_text()), args.result.name)
+    old = autotune.read(args.table)
+    new = [with_absent(old, entry) for entry in entries_of(json.loads(args.result.read_text()), args.result.name)]
     assert all(set(entry.chunk) <= set(VERSIONS) for entry in new)
-    autotune.write(merged(autotune.read(args.table), new), args.table)
+    autotune.write(merged(old, new), args.table)
     for entry in new:
         print(f"{entry.capability} {entry.dtype} heads of {entry.head_dim}: {', '.join(entry.chunk)}; "
               f"packed: {', '.join(entry.packed) or 'one by one'}")  # fmt: skip

@@ -31,7 +31,7 @@ else:
 # them out, ``make test-all`` and CI run them.
 SLOW = (
     "disaggregation/test_roles.py", "distributed", "examples", "integrations/test_transformers.py",
-    "integrations/test_wheel.py", "kernels/triton", "llm/test_code_in_checkpoints.py", "parity/test_looped_kernel.py",
+    "integrations/test_wheel.py", "kernels/triton", "llm/test_code_in_checkpoints.py",
     "proxy/test_cli.py", "server/engine/test_process.py", "server/openai/test_errors.py", "server/page/test_browser.py",
     "server/test_failures.py", "server/test_serve.py", "unit/benchmarks/test_gpu_suite.py", "unit/exec/test_memory.py",
     "unit/test_accuracy_docs.py",

@@ -1,6 +1,4 @@
-"""The command; see ``__init__.py``. Sections are listed here in the order of their value, but looping
-last: a barrier that never opens hangs.
-"""
+"""The command; see ``__init__.py``. Sections are listed here in the order of their value."""
 
 from __future__ import annotations
 
@@ -18,7 +16,6 @@ from benchmarks.gpu_suite import (
     experts,
     kernels,
     latents,
-    looping,
     narrow,
     peers,
     peers_kvpress,
@@ -88,10 +85,6 @@ def sections() -> list[Section]:
             (2048, [1, 64], 8000), (32_768, [1, 16], 131_000)], best), 40, decode),
         Section("prefill_chunks", prompts.prefill("llama_8b", [
             (32_768, 8192, 1024), (131_072 - 8, 8192, 512), (32_768, 8192, 512), (32_768, 8192, 8192)]), 70, prefill),
-        Section("looping", looping.ladder(("qwen3_06b", "llama_1b"), ("int4",)), 90,
-                "a decode step without sampling, captured: kernels one by one (B0), a kernel per layer (B1), one that "
-                "loops (B2), with weights loaded across its barriers (B3); dense weights, then int4 and int8"),
-        Section("looping_8b", looping.ladder(("llama_8b",), ("int4", "int8")), 180, "the same at 8B"),
     ]  # fmt: skip
 
 

@@ -44,23 +44,19 @@ if [ "$call" = 1 ] || [ "$call" = list ]; then
   if [ "$call" = 1 ]; then
     nvidia-smi
     "$python" -c 'import torch, triton, transformers as t; print(torch.__version__, triton.__version__, t.__version__)'
-    for batch in 1 16; do
-      timeout 175 "$python" -m benchmarks.gpu_suite.looping qwen3_06b "$batch" > "$out/compile$batch.log" 2>&1 &
-    done
   fi
   tests kernels 170 -n 6 tests/gpu/test_triton_kernels.py tests/gpu/test_fp8.py -k "not two_to_the_31" &
   tests graph 170 -n 5 tests/gpu/test_graph.py tests/gpu/test_equalities.py -k "not memory_is" &
-  tests looped 170 -n 3 tests/gpu/test_looped.py -k "answers or qwen3 and bfloat16 and (registers or ring) and (-1- or -16-)" &
   wait
-  suite 150 decode_8b looping
+  suite 120 decode_8b decode_small prefill_kernels attention
 fi
 if [ "$call" = 2 ] || [ "$call" = list ]; then
-  suite 400 prefill_8b peers decode_small largest_batch decode_kernel streams spec_prefill decode_8b_fp8
+  suite 400 largest_batch prefill_8b peers decode_kernel streams spec_prefill decode_8b_fp8
 fi
 if [ "$call" = 3 ] || [ "$call" = list ]; then
   tests memory 100 tests/gpu/test_graph.py -k memory_is
   tests ranks 100 tests/gpu/test_ranks.py
-  suite 300 attention narrow_linear decode_8b_narrow requests prefixes latent_kernel experts_kernel looping_8b
+  suite 300 requests prefixes narrow_linear decode_8b_narrow latent_kernel experts_kernel
 fi
 if [ "$call" != list ]; then # cubins are what takes long; 15 MB per part
   (cd "$TRITON_CACHE_DIR" && find . -name '*.cubin' -o -name '*.json' -o -name '*.so' | tar czf - -T - | split -b 15000000 - "$out/triton.tgz.")

@@ -25,7 +25,6 @@ from torch import Tensor
 from snapstream.exec.eager import DecodeStep, EagerDecode, StepParts
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
-from snapstream.kernels.interface import has_triton
 
 Out = TypeVar("Out")  # a tensor, or a named tuple of tensors
 Program = Callable[..., Out]  # called with the tensors that it was captured with: same shapes, same addresses
@@ -205,11 +204,6 @@ class GraphDecode:
 
     def _run_forward(self, rows: Tensor, logits: Tensor) -> Tensor:
         return logits.copy_(self._eager.logits(rows))
-
-
-def triton_problem(num_ranks: int) -> str | None:
-    """Why this machine cannot capture Triton kernels."""
-    return None if has_triton() else "Triton is not installed for this PyTorch"
 
 
 def make_graph(

@@ -52,7 +52,7 @@ def mlp_size(model: ModelConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Executor:
-    """One executor on one type of device. A function that needs torch is named by text, ``"module:function"``."""
+    """One executor. A function that needs torch is named by text, ``"module:function"``."""
 
     make: str | Callable[[Any], Any]  # StepParts -> DecodeStep
     # Why it does not support an engine of this config; None where it does.
@@ -62,7 +62,6 @@ class Executor:
     supports_ranks: bool = False  # whether steps stop for the collectives of several ranks
     reads_row_formats: bool = False  # whether rows may have another dtype than the computation without being asked for
     dequantizes: bool = True  # whether products dequantize weights to a buffer of their own
-    max_rows: int | None = None  # of a step; None: any number
     verifies_drafts: bool = False  # whether a step takes drafted tokens (speculative decoding)
     batch_bytes: Callable[[ModelConfig, EngineConfig], int] = eager_batch_bytes  # of one entry of a decode batch
     scratch_bytes: Callable[[ModelConfig, EngineConfig], int] = lambda model, config: 0  # whatever the batch
@@ -81,16 +80,16 @@ class Executor:
         return None if self.machine_problem is None else imported(self.machine_problem)(num_ranks)
 
 
-def executor_of(name: str, device: str) -> Executor:
-    """The entry of an executor on a device; ValueError for an unknown name."""
-    entry = EXECUTORS.get(name)
-    return entry if isinstance(entry, Executor) else entry[device.partition(":")[0]]
+def executor_of(name: str) -> Executor:
+    """The entry of an executor; ValueError for an unknown name."""
+    entry: Executor = EXECUTORS.get(name)
+    return entry
 
 
 def why_not_speculative(config: EngineConfig) -> str | None:
     """Why an engine of this config cannot verify drafted tokens; None where it can."""
-    if not executor_of(config.executor, config.device).verifies_drafts:
-        return f"executor {config.executor!r} on {config.device} verifies no drafted tokens; 'looped' on a CPU does"
+    if not executor_of(config.executor).verifies_drafts:
+        return f"executor {config.executor!r} verifies no drafted tokens; 'looped', on a CPU, does"
     if config.parallel.size > 1:
         return f"several ranks (tensor_parallel {config.parallel.size}) do not support it"
     if config.reselection is not None:
@@ -111,7 +110,7 @@ def alternatives(name: str, device: str) -> str:
 
 def problems_here(device: str, num_ranks: int) -> dict[str, str]:
     """Executors that this machine cannot run, and why."""
-    found = ((name, executor_of(name, device).problem_here(num_ranks)) for name in EXECUTORS.names)
+    found = ((name, executor_of(name).problem_here(num_ranks)) for name in EXECUTORS.names)
     return {name: problem for name, problem in found if problem is not None}
 
 

@@ -1,8 +1,7 @@
-"""Kernel looping (a megakernel): what the ``looped`` executor supports and takes, on a CPU and on a GPU. No torch.
+"""Kernel looping (a megakernel): what the ``looped`` executor supports and takes. No torch.
 
-On a CPU a step is one call of the native library (``looped_cpu.py``, ``kernels/cpu/looped``), on a GPU one persistent
-Triton kernel (``looped_gpu.py``, ``kernels/triton/looped``). Invariant: the workspace counted here is never less than
-what the library allocates, and at most a few percent more.
+A step is one call of the native library (``looped_cpu.py``, ``kernels/cpu/looped``). Invariant: the workspace counted
+here is never less than what the library allocates, and at most a few percent more.
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from snapstream.config import DTYPE_BYTES, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.config import EngineConfig, ModelConfig, ParallelConfig, WeightFormats
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import num_cores
-from snapstream.exec.executors import Executor, eager_batch_bytes
+from snapstream.exec.executors import Executor
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
 from snapstream.models.tensors import base_name
 
-# The tensors of layers that are supported; on a GPU without the second line.
-_DENSE_TENSORS = frozenset(
+# The tensors of layers that are supported.
+_LOOPED_TENSORS = frozenset(
     "embed lm_head input_norm post_norm final_norm qkv qkv_bias o o_bias q_norm k_norm gate_up down gate_up_bias "
-    "down_bias".split()
-)
-_LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
+    "down_bias "
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "
@@ -33,19 +30,23 @@ _LOOPED_TENSORS = _DENSE_TENSORS | frozenset(
     "mamba_out_bias".split()
 )
 _MAX_HEAD_DIM = 512
-_MAX_HEAD_DIM_GPU = 256
-MAX_ROWS_GPU = 16  # of a step
 
 
-def why_not_looped_cpu(model: ModelConfig, *, dtype: str, device: str) -> str | None:
+def why_not_looped(model: ModelConfig, *, dtype: str, device: str) -> str | None:
     """Why the native library cannot run such a model; None where it can."""
     if device != "cpu":
         return f"device is {device!r}; the native library runs on a CPU"
     if dtype != "float32":
         return f"dtype is {dtype!r}; the native library computes in float32, over weights of any format"
-    if (problem := _unsupported_layers(model, _LOOPED_TENSORS)) is not None or model.latent is not None:
-        return problem
-    return _unsupported_heads(model, _MAX_HEAD_DIM)
+    tensors = map(base_name, tensor_specs(model))
+    if FAMILIES.get(model.architecture).layer is not None or not _LOOPED_TENSORS.issuperset(tensors):
+        return f"{model.architecture} has layers that it does not support"
+    if model.latent is not None:
+        return None
+    for own in model.all_heads:
+        if own.head_dim % 2 or own.head_dim > _MAX_HEAD_DIM:
+            return f"head_dim is {own.head_dim}; it supports even ones up to {_MAX_HEAD_DIM}"
+    return None
 
 
 def why_not_looped_ranks(parallel: ParallelConfig) -> str | None:
@@ -57,62 +58,6 @@ def why_not_looped_ranks(parallel: ParallelConfig) -> str | None:
     if parallel.attention == "dp":
         return "attention is 'dp'; its all-reduces are those of 'tp'"
     return None
-
-
-def why_not_looped_gpu(model: ModelConfig, config: EngineConfig) -> str | None:
-    """Why the GPU kernel cannot run an engine's steps; None where it can."""
-    problem = _unsupported_layers(model, _DENSE_TENSORS) or _unsupported_heads(model, _MAX_HEAD_DIM_GPU)
-    if problem is not None:
-        return problem
-    if model.rotated_layers is not None:
-        return f"{model.architecture} has layers without rotary embedding, and the GPU kernel rotates all heads"
-    if model.windows is not None:
-        return f"{model.architecture} has sliding windows, which the GPU kernel does not support"
-    if not model.is_plain or model.norm_offset or model.has_whole_qk_norm or model.window_rope is not None:
-        return (
-            f"{model.architecture} has multipliers, norms, rope or an activation that the GPU kernel does not support"
-        )
-    if model.has_value_norm or model.logit_cap is not None or model.score_cap is not None:
-        return f"{model.architecture} has norms of values or caps of logits or scores, which the GPU kernel lacks"
-    if model.length_scale is not None:
-        return f"{model.architecture} scales queries by position, which the GPU kernel does not support"
-    if model.has_attention_gate:
-        return f"{model.architecture} gates the output of attention, which the GPU kernel does not support"
-    if config.weights is not None and not _reads(config.weights, config.dtype):
-        return (
-            f"weights are {config.weights.describe()}; the GPU kernel reads {config.dtype}, int8 and int4, and inputs "
-            f"in {config.dtype}"
-        )
-    if config.kv_dtype != "auto":
-        return f"kv_dtype is {config.kv_dtype!r}; the GPU kernel reads rows in {config.dtype}"
-    if config.heads is not None or config.reselection is not None:
-        return "the GPU kernel supports neither per-head KV budgets nor KV re-selection"
-    if config.parallel.size > 1:
-        return f"there are {config.parallel.size} ranks, and the GPU kernel runs no collectives"
-    if config.max_rows > MAX_ROWS_GPU:
-        return f"max_rows is {config.max_rows}; the GPU kernel takes up to {MAX_ROWS_GPU}"
-    return None
-
-
-def _unsupported_layers(model: ModelConfig, supported: frozenset[str]) -> str | None:
-    tensors = map(base_name, tensor_specs(model))
-    if FAMILIES.get(model.architecture).layer is not None or not supported.issuperset(tensors):
-        return f"{model.architecture} has layers that it does not support"
-    return None
-
-
-def _unsupported_heads(model: ModelConfig, most: int) -> str | None:
-    for own in model.all_heads:
-        if own.head_dim % 2 or own.head_dim > most:
-            return f"head_dim is {own.head_dim}; it supports even ones up to {most}"
-    return None
-
-
-def _reads(formats: WeightFormats, dtype: str) -> bool:
-    """Whether the GPU kernel reads such weights."""
-    of_matrices = [form for form in (formats.layers, formats.tables, formats.attention) if form is not None]
-    known = all(form.dtype == dtype or (form.is_quantized and not form.is_fp8) for form in of_matrices)
-    return known and not any(form.rounds_inputs for form in of_matrices)
 
 
 def why_not_rounded_inputs(model: ModelConfig, formats: WeightFormats, *, dtype: str, device: str) -> str | None:
@@ -132,7 +77,7 @@ def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str |
         return f"{model.architecture} has experts, whose products take inputs in dtype"
     if model.latent is not None:
         return f"{model.architecture} keeps latents, whose products take inputs in dtype"
-    return why_not_looped_cpu(model, dtype=dtype, device=device)
+    return why_not_looped(model, dtype=dtype, device=device)
 
 
 # Workspace of the native library, by the rule of library.cpp and sample.cpp: per batch entry the numbers of every
@@ -142,7 +87,6 @@ _NUMBER = 4  # bytes: fp32
 MAX_DRAFTED = 16  # tokens of a step, over all rows: wider steps are bound by arithmetic
 _PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
-_TARGET_SPLITS, _MAX_SPLITS, _LEAST_SPLIT = 132, 64, 128  # of a row, and slots of one, by the kernel of a GPU
 _SAMPLE_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
 _LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
 # Per batch entry and token of the vocabulary where the library samples: logits of the step, and those of first tokens,
@@ -173,15 +117,6 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
         scratch += num_drafted * kept + num_threads * copied
     sampling = min(num_threads, config.max_rows) * _sampling_bytes(model.vocab_size)
     return Workspace(entry_bytes=_NUMBER * entry, scratch_bytes=_NUMBER * scratch + sampling)
-
-
-def looped_kernel_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    """Of an entry of a step on a GPU: what its stages hand each other, and the logits."""
-    wide, heads = model.num_heads * model.head_dim, model.num_heads + 2 * model.num_kv_heads
-    splits = min(-(-_TARGET_SPLITS // model.num_kv_heads), _MAX_SPLITS, -(-config.budget.capacity // _LEAST_SPLIT))
-    attention = model.num_heads * splits * (model.head_dim + 1) + model.num_kv_heads + 2  # sums, shares, counters
-    stored = heads * model.head_dim + wide + model.intermediate_size  # in the dtype of the weights
-    return _NUMBER * (model.hidden_size + attention + model.vocab_size) + DTYPE_BYTES[config.dtype] * stored
 
 
 def _dense_entry(model: ModelConfig, slots: int) -> int:
@@ -284,47 +219,38 @@ def _padded(columns: int) -> int:
 
 
 def max_batch(config: EngineConfig) -> int:
-    """Entries of a step on a CPU: a row has one, and more with drafted tokens."""
+    """Entries of a step: a row has one, and more with drafted tokens."""
     return config.max_rows + (MAX_DRAFTED if config.num_speculative_tokens else 0)
 
 
-def _scratch_bytes_cpu(model: ModelConfig, config: EngineConfig) -> int:
+def _scratch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Of the threads, and of the entries of drafted tokens, with copies of the slots that they overwrite."""
     slots = kv_spec_of(model, config.dtype, config.kv_dtype).token_bytes()
-    drafted = (max_batch(config) - config.max_rows) * (_batch_bytes_cpu(model, config) + slots)
+    drafted = (max_batch(config) - config.max_rows) * (_batch_bytes(model, config) + slots)
     return looped_workspace(model, config, num_cores()).scratch_bytes + drafted
 
 
-def _why_not_cpu(model: ModelConfig, config: EngineConfig) -> str | None:
-    problem = why_not_looped_cpu(model, dtype=config.dtype, device=config.device)
+def _why_not(model: ModelConfig, config: EngineConfig) -> str | None:
+    problem = why_not_looped(model, dtype=config.dtype, device=config.device)
     if model.has_parallel_recurrence and config.parallel.size > 1:
         return f"{model.architecture} has attention and recurrence side by side in a layer, which it runs on one rank"
     return problem or why_not_looped_ranks(config.parallel)
 
 
-def _batch_bytes_cpu(model: ModelConfig, config: EngineConfig) -> int:
+def _batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     sampling = NATIVE_SAMPLING_BYTES + (GATHERED_BYTES if config.parallel.size > 1 else 0)
     return model.vocab_size * sampling + looped_workspace(model, config, num_cores()).entry_bytes
 
 
-LOOPED = {
-    "cpu": Executor(
-        make="snapstream.exec.looped_cpu:LoopedDecode",
-        why_not=_why_not_cpu,
-        machine_problem="snapstream.exec.looped_cpu:machine_problem",
-        make_matrix="snapstream.exec.looped_cpu:panels_for",
-        supports_ranks=True,
-        reads_row_formats=True,
-        dequantizes=False,
-        batch_bytes=_batch_bytes_cpu,
-        scratch_bytes=_scratch_bytes_cpu,
-        verifies_drafts=True,
-    ),
-    "cuda": Executor(
-        make="snapstream.exec.looped_gpu:make_looped",
-        why_not=why_not_looped_gpu,
-        machine_problem="snapstream.exec.cuda_graph:triton_problem",
-        max_rows=MAX_ROWS_GPU,
-        batch_bytes=lambda model, config: eager_batch_bytes(model, config) + looped_kernel_bytes(model, config),
-    ),
-}
+LOOPED = Executor(
+    make="snapstream.exec.looped_cpu:LoopedDecode",
+    why_not=_why_not,
+    machine_problem="snapstream.exec.looped_cpu:machine_problem",
+    make_matrix="snapstream.exec.looped_cpu:panels_for",
+    supports_ranks=True,
+    reads_row_formats=True,
+    dequantizes=False,
+    batch_bytes=_batch_bytes,
+    scratch_bytes=_scratch_bytes,
+    verifies_drafts=True,
+)

@@ -20,7 +20,7 @@ from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import StepParts
-from snapstream.exec.looped import max_batch, why_not_looped_cpu, why_not_looped_ranks
+from snapstream.exec.looped import max_batch, why_not_looped, why_not_looped_ranks
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
@@ -323,7 +323,7 @@ class LoopedDecode:
     def __init__(self, parts: StepParts, num_threads: int | None = None, *, pool: ThreadPool | None = None) -> None:
         """``num_threads`` is torch's unless given; of a ``pool`` that is shared, steps must not overlap."""
         config = parts.config
-        problem = why_not_looped_cpu(parts.decoder.config, dtype=config.dtype, device=config.device)
+        problem = why_not_looped(parts.decoder.config, dtype=config.dtype, device=config.device)
         problem = problem or why_not_looped_ranks(config.parallel)
         if problem is not None:
             raise ValueError(f"executor 'looped': {problem}")

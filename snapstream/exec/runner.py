@@ -195,7 +195,7 @@ class ModelRunner:
         self._connector: KVConnector | None = None
         self._jobs: dict[int, PrefillJob] = {}
         self.speculation: Speculation | None = None
-        self.use_decode(make_decode or executor_of(config.executor, config.device).decode_step, progress=progress)
+        self.use_decode(make_decode or executor_of(config.executor).decode_step, progress=progress)
         if decoder.kernels.version == "triton":
             warm_up_kernels(decoder, self.cache, self.buffers, config, self.prefill_attention)
 

@@ -30,7 +30,7 @@ from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
 from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
 from snapstream.config.weights import SUB_BLOCK
 from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
-from snapstream.exec.looped import why_not_looped_cpu, why_not_rounded_inputs
+from snapstream.exec.looped import why_not_looped, why_not_rounded_inputs
 from snapstream.models.hub import local_folder
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
@@ -215,7 +215,7 @@ def engine_config(
         raise ValueError(
             f"a prefix_store is set on a GPU; {model.architecture} has {no_store}, which do not support it there"
         )
-    problem = executor_of(executor, device).why_not(model, config) or (executor_problems or {}).get(executor)
+    problem = executor_of(executor).why_not(model, config) or (executor_problems or {}).get(executor)
     if problem is None:
         return _with_drafts(model, config, options)
     if options.executor is None:
@@ -247,7 +247,7 @@ def _why_not_speculator(model: ModelConfig) -> str | None:
         return f"{model.architecture} has recurrent layers; such a model takes drafts, and drafts none"
     if model.has_uneven_layers:
         return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
-    return why_not_looped_cpu(model, dtype="float32", device="cpu")
+    return why_not_looped(model, dtype="float32", device="cpu")
 
 
 def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOptions) -> EngineConfig:
@@ -300,7 +300,7 @@ def resolve_formats(model: ModelConfig, options: EngineOptions, *, device: str) 
     if options.kv_dtype != "auto":
         return formats, "auto" if options.kv_dtype == options.dtype else options.kv_dtype
     follows = device == "cpu" and options.dtype == "float32" and formats.layers.dtype == "bfloat16"
-    executor = executor_of(options.executor or preferred_executor(device), device)
+    executor = executor_of(options.executor or preferred_executor(device))
     reads = executor.reads_row_formats and model.latent is None and options.reselection is None
     return formats, "bfloat16" if follows and reads else "auto"
 

@@ -188,7 +188,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
-    executor = executor_of(config.executor, config.device)
+    executor = executor_of(config.executor)
     kind = config.device.partition(":")[0]
     draft = None if config.speculator is None else speculator_memory(config.speculator, config.max_rows)
     return EngineMemory(
@@ -332,7 +332,7 @@ def _step_bytes(model: ModelConfig, budget: KVBudget, num_rows: int, dtype: DTyp
     config = step_config(model, budget, num_rows, dtype=dtype, device=kind)
     if config is None:
         return 0
-    executor = executor_of(config.executor, config.device)
+    executor = executor_of(config.executor)
     rows = num_rows * executor.batch_bytes(model, config) + (num_rows + 1) * row_state_bytes(model.vocab_size)
     return rows + executor.scratch_bytes(model, config)
 

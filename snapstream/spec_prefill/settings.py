@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, as_count, as_number
 from snapstream.config.engine import setting
-from snapstream.exec.looped import why_not_looped_cpu
+from snapstream.exec.looped import why_not_looped
 
 Mode = Literal["text", "code", "auto"]
 KeyStore = Literal["all_layers", "one_layer"]
@@ -29,7 +29,7 @@ ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are deco
 
 def step_config(model: ModelConfig, budget: KVBudget, num_rows: int, *, dtype: str, device: str) -> EngineConfig | None:
     """Config of the draft's looped decode over ``num_rows`` rows; None if the draft decodes eagerly."""
-    if why_not_looped_cpu(model, dtype=dtype, device=device) is not None:
+    if why_not_looped(model, dtype=dtype, device=device) is not None:
         return None
     return EngineConfig(budget=budget, max_model_len=budget.capacity, max_rows=num_rows, executor="looped")
 

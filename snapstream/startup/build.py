@@ -130,7 +130,7 @@ def build_runner(
     make_tier = _disk_tier(folder, config, 0)
     if config.speculator is not None:
         _check_vocabulary(folder, model, config.speculator)
-    executor = executor_of(config.executor, config.device) if make_decode is None else Executor(make=make_decode)
+    executor = executor_of(config.executor) if make_decode is None else Executor(make=make_decode)
     dtype, make = getattr(torch, config.dtype), executor.storage(config)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make)
     runner = ModelRunner(
@@ -169,7 +169,7 @@ def _draft_model(speculator: Speculator, runner: ModelRunner, progress: LoadProg
         own.device,
         progress=progress,
         formats=own.weights,
-        make=executor_of(own.executor, own.device).storage(own),
+        make=executor_of(own.executor).storage(own),
     )
     return DraftModel(decoder, own, runner.decode)
 
@@ -205,7 +205,7 @@ def build_random(seed: int) -> MakeRunner:
         from snapstream.models.decoder import Decoder
         from snapstream.models.weights import DecoderWeights
 
-        make = executor_of(config.executor, config.device).storage(config)
+        make = executor_of(config.executor).storage(config)
         weights = DecoderWeights.empty(model, getattr(torch, config.dtype), config.device, config.weights, make)
         weights.fill_randomly(seed)
         return ModelRunner(Decoder(model, weights, _kernels_of(model, config)), config, grammars, progress=progress)
@@ -244,7 +244,7 @@ def build_rank(
     make_tier = _disk_tier(folder, config, group.rank)
     share = Share.of(model, config.parallel, group.rank, config.weights)
     dtype = getattr(torch, config.dtype)
-    make = executor_of(config.executor, config.device).storage(config)
+    make = executor_of(config.executor).storage(config)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
     decoder = Decoder(model, weights, _kernels_of(model, config), group)
     return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress is True)

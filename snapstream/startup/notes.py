@@ -105,7 +105,7 @@ def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineCo
     """Why decode is eager, where the options did not ask for that."""
     if options.executor is not None or config.executor != FALLBACK:
         return ""
-    preferred = executor_of(preferred_executor(config.device), config.device)
+    preferred = executor_of(preferred_executor(config.device))
     problem = preferred.why_not(model, config) or preferred.problem_here(config.parallel.ranks_here)
     return f"decode: {FALLBACK}, because {problem}"
 

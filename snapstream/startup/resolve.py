@@ -96,8 +96,6 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
     one_row = config_of(1, options)
     _check_machine(model, one_row, machine)
     max_rows = num_rows(model, one_row, options.max_rows, machine.free_bytes)
-    if options.max_rows == "auto" and (limit := executor_of(one_row.executor, machine.device).max_rows):
-        max_rows = min(max_rows, limit)
     config = config_of(max_rows, options)
     config = _with_rounded_inputs(model, config, options, machine)
     if (draft := config.speculator) is not None:
@@ -164,7 +162,7 @@ def _check_ranks(options: EngineOptions, machine: Machine) -> None:
             f"{'local_ranks' if options.local_ranks else 'tensor_parallel'} is {here}; this process sees "
             f"{machine.num_gpus} GPUs, and each rank needs one"
         )
-    if options.executor is not None and not executor_of(options.executor, machine.device).supports_ranks:
+    if options.executor is not None and not executor_of(options.executor).supports_ranks:
         raise ValueError(
             f"executor is {options.executor!r}, which does not support several ranks (tensor_parallel {size}); use "
             f"{alternatives(options.executor, machine.device)}"

@@ -239,7 +239,7 @@ def test_an_aborted_row_drafts_for_its_next_owner() -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"executor": "eager"}, "executor 'eager' on cpu verifies no drafted tokens"),
+        ({"executor": "eager"}, "executor 'eager' verifies no drafted tokens"),
         ({"tensor_parallel": 2}, "several ranks"),
     ],
 )
@@ -368,7 +368,7 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"executor": "eager"}, "executor 'eager' on cpu verifies no drafted tokens"),
+        ({"executor": "eager"}, "executor 'eager' verifies no drafted tokens"),
         ({"tensor_parallel": 2}, "several ranks"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),

@@ -101,7 +101,7 @@ def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
 
 
 def test_the_executor_of_that_name_makes_it() -> None:
-    assert executor_of("graph", "cuda") is GRAPH and imported(GRAPH.make) is make_graph
+    assert executor_of("graph") is GRAPH and imported(GRAPH.make) is make_graph
 
 
 def test_buckets_hold_every_batch() -> None:

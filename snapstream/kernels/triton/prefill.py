@@ -7,6 +7,9 @@ cuts. Heads of a group stand side by side in the grid, so that they read their k
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -99,6 +102,14 @@ def prefill_attention_kernel(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Most shared memory of a program; for devices that are no GPU that of an H200."""
+    if device.type != "cuda":
+        return 232_448
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def prefill_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
     cap: float | None = None, launch: configs.PrefillLaunch | None = None,
@@ -107,7 +118,7 @@ def prefill_attention(
     num_queries, num_heads, head_dim = q.shape
     if q.stride(2) != 1 or k.stride(2) != 1 or v.stride(2) != 1:
         raise ValueError("prefill attention needs a contiguous head dimension in q, k and v")
-    cut = launch or configs.prefill_launch(head_dim, q.element_size())
+    cut = launch or configs.prefill_launch(head_dim, q.element_size(), shared_bytes(q.device))
     out = q.new_empty(num_queries, num_heads, head_dim)
     prefill_attention_kernel[(num_heads, triton.cdiv(num_queries, cut.queries))](
         q, k, v, q if sinks is None else sinks, out,

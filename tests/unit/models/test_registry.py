@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, RopeConfig
+from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import LatentConfig, LayerNorms, Mamba2, Multipliers
-from snapstream.exec.executors import executor_of
+from snapstream.config.model import LatentConfig, Mamba2, Multipliers
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 from snapstream.models.sharding import active_parameters, num_parameters, rank_config
@@ -445,23 +444,6 @@ def test_experts_of_one_tensor_are_not_cut() -> None:
     assert rank_config(model, ParallelConfig(size=2, experts="ep")).moe is not None
 
 
-def test_the_gpu_kernel_refuses_queries_scaled_by_position() -> None:
-    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
-    model = model_config_from_dict(PUBLISHED["Ministral-3-8B-Instruct-2512"][0])
-    why_not = executor_of("looped", "cuda").why_not
-    assert "scales queries by position" in str(why_not(model, config))
-    assert why_not(replace(model, length_scale=None), config) is None
-
-
-@pytest.mark.parametrize(
-    "name", ["granite-3.3-8b-instruct", "gemma-2-2b-it", "gemma-3-1b-it", "OLMo-2-1124-7B", "c4ai-command-r7b-12-2024"]
-)
-def test_the_gpu_kernel_refuses_other_recipes(name: str) -> None:
-    model = replace(model_config_from_dict(PUBLISHED[name][0]), windows=None, window_rope=None, head_dim=128)
-    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
-    assert f"{model.architecture} has " in str(executor_of("looped", "cuda").why_not(model, config))
-
-
 def test_a_row_of_phi_4_mini_has_a_budget_in_spite_of_its_window() -> None:
     """Its sliding_window, 262,144, is longer than its context."""
     spec = KVSpec.of(model_config_from_dict(PUBLISHED["Phi-4-mini-instruct"][0]), "bfloat16")
@@ -484,12 +466,6 @@ def test_gemma_2_caps_scores_in_windows_of_every_second_layer() -> None:
     assert model.multipliers.attention == pytest.approx(math.sqrt(128 / 144))
     with pytest.raises(ValueError, match=r"score_cap is -1\.0; it must be over 0"):
         replace(model, score_cap=-1.0)
-    plain = replace(model, windows=None, norms=LayerNorms(), norm_offset=0.0, multipliers=Multipliers(),
-                    activation="silu", logit_cap=None)  # fmt: skip
-    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
-    why_not = executor_of("looped", "cuda").why_not
-    assert "caps of logits or scores, which the GPU kernel lacks" in str(why_not(plain, config))
-    assert why_not(replace(plain, score_cap=None), config) is None
 
 
 FALCON: dict[str, Any] = {
@@ -528,10 +504,6 @@ def test_layers_without_rope() -> None:
     assert model_config_from_dict({**SMOLLM3, "no_rope_layer_interval": 9}).rotated_layers is None
     listed = model_config_from_dict({**SMOLLM3, "no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2})
     assert listed.rotated_layers == (False, True, True, True, False)
-    config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
-    why_not = executor_of("looped", "cuda").why_not
-    assert "has layers without rotary embedding" in str(why_not(listed, config))
-    assert why_not(replace(listed, rotated_layers=None), config) is None
 
 
 WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...] | None]] = [
@@ -569,11 +541,6 @@ WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...] | None]] = [
 def test_sliding_windows_by_layer(settings: dict[str, Any], windows: tuple[int | None, ...] | None) -> None:
     model = model_config_from_dict(settings)
     assert model.windows == windows and model.layer_windows == (windows or (None,) * model.num_layers)
-    if windows is not None:
-        config = EngineConfig(budget=KVBudget.full(64), max_model_len=64, max_rows=1, device="cuda", dtype="bfloat16")
-        assert "sliding windows" in str(
-            executor_of("looped", "cuda").why_not(replace(model, rotated_layers=None), config)
-        )
 
 
 def test_absent_and_null_keys() -> None:

@@ -360,21 +360,9 @@ def test_a_gpu_captures_no_choice_among_experts_in_codes() -> None:
         resolved("int4", "graph")
 
 
-def test_a_gpu_loops_where_its_kernel_can() -> None:
-    assert decided(executor=None).executor == "graph"  # nobody asked
-    assert decided(executor="looped", max_rows="auto").max_rows == 16
-    for weights in ("int8", "int4"):
-        assert decided(executor="looped", weights=weights, max_rows=16).executor == "looped"
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"max_rows": 17}, "max_rows is 17; .* up to 16"), ({"kv_dtype": "fp8"}, "kv_dtype is 'fp8'"),
-        ({"weights": "bfloat16", "dtype": "float32"}, "weights are bfloat16; .* reads float32, int8 and int4"),
-        ({"reselection": ReselectionConfig()}, "KV re-selection"),
-    ]  # fmt: skip
-    for said, why in refused:
-        with pytest.raises(ValueError, match=rf"executor 'looped': .*{why}.*; use 'graph'"):
-            decided(executor="looped", **said)
-    with pytest.raises(ValueError, match="executor 'looped': no Triton; use 'graph'"):
-        decided(replace(H100, executor_problems={"looped": "no Triton"}), executor="looped")
+def test_looped_steps_are_of_a_cpu() -> None:
+    with pytest.raises(ValueError, match="executor 'looped': device is 'cuda'; the native library runs on a CPU; use"):
+        decided(executor="looped")
 
 
 TWO_H100 = replace(H100, num_gpus=2)
