@@ -2,8 +2,8 @@
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
 off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets a profile says which share of
-the top-k slots each head gets; all have the same sinks, and on one device large ones a longer ring. A row takes the
-bytes that it takes with equal heads, which rows of prompts that fit have.
+the top-k slots each head gets; all have the same sinks, and large ones a longer ring. A row takes the bytes that it
+takes with equal heads, which rows of prompts that fit have. Several ranks divide it as one device does.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
@@ -213,21 +214,26 @@ Shares = tuple[tuple[float, ...], ...]  # by layer and kv head
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSlots:
-    """Top-k slots of every kv head, ``[L][G]``, and the budget of a mean head. Offsets are in slots of a row.
+    """Top-k slots of every kv head of a model, ``[L][G]``, and a mean head's budget. Offsets are in slots of a row.
 
-    Layers to which no budget applies (sliding windows, recurrent states) have none.
+    Layers to which no budget applies (sliding windows, recurrent states) have none. On one of several ranks
+    ``budgets``, ``starts`` and ``row_slots`` are of its heads; rows are divided among the heads of all ranks, so that
+    every head keeps what it keeps on one device.
     """
 
     topk: tuple[tuple[int, ...], ...]  # of large heads the ring takes some
     budget: KVBudget
     model: str = ""  # fingerprint of the only checkpoint that they are for
-    shares: Shares = ()  # by which rows are divided prompt by prompt; none: by ``topk``, as ranks do
-    longest_of_all: int = 0  # of a rank: ``longest`` on all of them
+    shares: Shares  # by which rows are divided prompt by prompt, of the layers that have slots
+    rank: int = 0
+    num_ranks: int = 1
 
-    @property
-    def num_heads(self) -> int:
-        """G."""
-        return max(map(len, self.topk))
+    @cached_property
+    def own_heads(self) -> slice:
+        """The heads of this rank in a layer; heads fewer than ranks are on several."""
+        heads = max(map(len, self.topk))  # G
+        first = self.rank * heads // self.num_ranks
+        return slice(first, first + max(heads // self.num_ranks, 1))
 
     def spread(self, layers: Sequence[int], num_layers: int) -> HeadSlots:
         """The same in a model of ``num_layers``, whose ``layers`` these are."""
@@ -236,8 +242,8 @@ class HeadSlots:
 
     @cached_property
     def budgets(self) -> tuple[tuple[KVBudget, ...], ...]:
-        """Of every head, by layer."""
-        return tuple(tuple(self._with(num) for num in layer) for layer in self.topk)
+        """Of every head of this rank, by layer."""
+        return tuple(tuple(self._with(num) for num in layer[self.own_heads]) for layer in self.topk)
 
     @cached_property
     def widest(self) -> KVBudget:
@@ -246,13 +252,13 @@ class HeadSlots:
 
     @cached_property
     def longest(self) -> int:
-        """The most slots that a head has in any row."""
+        """The most slots that a head has in any row, on any rank."""
         return max(self.widest.capacity, self.budget.capacity)
 
     @cached_property
     def distinct(self) -> tuple[KVBudget, ...]:
-        """Of all heads, each once, in the order of layers and heads."""
-        return tuple(dict.fromkeys(budget for layer in self.budgets for budget in layer))
+        """Of the heads of all ranks, each once, in the order of layers and heads."""
+        return tuple(dict.fromkeys(self._with(num) for layer in self.topk for num in layer))
 
     def of(self, budget: KVBudget, prompt_len: int) -> HeadSlots:
         """Slots of the heads in the row of a request; never more in all than a row has.
@@ -260,31 +266,27 @@ class HeadSlots:
         No head gets more slots than the prompt has tokens. So a row that holds the whole prompt has equal heads, and
         nothing is lost there.
         """
-        longest = max(self.longest, self.longest_of_all)
-        return _row_slots(self, budget, min(max(prompt_len, budget.capacity), longest))
+        return _row_slots(self, budget, min(max(prompt_len, budget.capacity), self.longest))
 
     @cached_property
     def starts(self) -> tuple[tuple[int, ...], ...]:
-        """First slot of every head in a row: heads in their order, but the one with most slots is last.
-
-        So a window as long as that head, at the start of any head, ends within the rows.
-        """
-        places = [(layer, head) for layer, own in enumerate(self.topk) for head in range(len(own))]
-        last = max(places, key=lambda place: self.topk[place[0]][place[1]])
-        order = [place for place in places if place != last] + [last]
-        sizes = [self.budgets[layer][head].capacity for layer, head in order]
-        found = dict(zip(order, accumulate(sizes, initial=0), strict=False))
-        return tuple(tuple(found[layer, head] for head in range(len(own))) for layer, own in enumerate(self.topk))
-
-    def first(self, row: int, layer: int, head: int) -> int:
-        """Address of a head: its first slot, counted over all rows."""
-        return row * self.row_slots + self.starts[layer][head]
+        """First slot of every head in a row, in the order of layers and heads."""
+        found = accumulate((own.capacity for layer in self.budgets for own in layer), initial=0)
+        return tuple(tuple(next(found) for _ in layer) for layer in self.budgets)
 
     @cached_property
     def row_slots(self) -> int:
-        """Slots of a row, all layers and heads; on a rank whose heads have few, as many as equal heads would."""
-        capacities = [budget.capacity for layer in self.budgets for budget in layer]
-        return max(sum(capacities), len(capacities) * self.budget.capacity)
+        """Slots of a row, of all layers and heads: enough for any prompt and any budget of a request.
+
+        Between the lengths of prompts at which one more head is not full, a rank's number of slots is linear in the
+        length: it is largest at one of those. Rounding adds at most one slot for each head.
+        """
+        num_heads, num_own = (sum(len(layer[own]) for layer in self.topk) for own in (slice(None), self.own_heads))
+        if num_own == num_heads:
+            return num_heads * self.budget.capacity
+        part = _largest_part(self.shares, self.own_heads.start, self.own_heads.stop)
+        more = math.floor((self.budget.num_topk - self.budget.num_topk // LEAST_PART) * (num_heads * part - num_own))
+        return max(num_own * (self.budget.capacity + 1) + more, self.longest)
 
     @staticmethod
     def visible(budgets: Sequence[KVBudget], num_tokens: int) -> list[int]:
@@ -292,17 +294,13 @@ class HeadSlots:
         return [min(num_tokens, budget.capacity) for budget in budgets]
 
     def of_rank(self, rank: int, num_ranks: int) -> HeadSlots:
-        """Of the heads on one of several ranks; heads fewer than ranks are on several."""
-        heads = self.num_heads
-        first, own = rank * heads // num_ranks, max(heads // num_ranks, 1)
-        shares = self.shares if num_ranks == 1 else ()
-        topk = tuple(layer[first : first + own] for layer in self.topk)
-        return replace(self, topk=topk, shares=shares, longest_of_all=self.longest)
+        """On one of several ranks."""
+        return replace(self, rank=rank, num_ranks=num_ranks)
 
     def mean_capacity(self, num_ranks: int) -> int:
         """Slots of a mean head, rounded up, on the rank whose heads have most."""
         ranks = [self.of_rank(rank, num_ranks) for rank in range(num_ranks)]
-        return max(-(-own.row_slots // sum(map(len, own.topk))) for own in ranks)
+        return max(-(-own.row_slots // sum(map(len, own.budgets))) for own in ranks)
 
     def mean_visible(self, num_tokens: int) -> int:
         """Slots that attention reads of a head after ``num_tokens`` tokens, rounded down over all heads."""
@@ -313,12 +311,11 @@ class HeadSlots:
         """Of a head with so many slots besides sinks and ring. The ring of a large head takes its part of them.
 
         Else facts at the end of the prompt, which are no candidates, would be lost with the first tokens of the answer
-        in heads that keep all other facts (docs/research/log.md, 2026-11-26). Not on several ranks, whose scores are
-        summed: all heads have as many candidates there.
+        in heads that keep all other facts (docs/research/log.md, 2026-11-26).
         """
         sinks, ring = self.budget.num_sink, self.budget.num_recent
         room = num_topk + ring
-        if self.shares and num_topk > self.budget.num_topk:
+        if num_topk > self.budget.num_topk:
             ring = ring * (sinks + room) // self.budget.capacity
         return KVBudget(num_sink=sinks, num_topk=room - ring, num_recent=ring)
 
@@ -326,15 +323,8 @@ class HeadSlots:
 @lru_cache(maxsize=256)
 def _row_slots(slots: HeadSlots, budget: KVBudget, longest: int) -> HeadSlots:
     """``HeadSlots.of``, with heads of at most ``longest`` slots."""
-    new, whole = budget.num_topk, slots.budget.num_topk
-    if longest == budget.capacity:
-        topk: Iterable[tuple[int, ...]] = ((new,) * len(layer) for layer in slots.topk)
-    elif slots.shares:
-        given = iter(_divided(slots.shares, new, longest - budget.num_sink - budget.num_recent))
-        topk = (next(given) if layer else () for layer in slots.topk)
-    else:
-        topk = (tuple(own * new // whole for own in layer) for layer in slots.topk)
-    return replace(slots, topk=tuple(topk), budget=budget)
+    given = iter(_divided(slots.shares, budget.num_topk, longest - budget.num_sink - budget.num_recent))
+    return replace(slots, topk=tuple(next(given) if layer else () for layer in slots.topk), budget=budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,30 +364,39 @@ class HeadProfile:
         path.write_text(json.dumps(text, indent=1) + "\n")
 
 
+def _weights(shares: Shares) -> list[int]:
+    """Of all heads, in proportion to their shares. Integers, since all machines must divide alike; none is 0."""
+    return [max(1, round(share * 2**40)) for layer in shares for share in layer]
+
+
 def _divided(by_layer: Shares, num_topk: int, most: int) -> tuple[tuple[int, ...], ...]:
     """``num_topk`` slots for a mean head in proportion to the shares, none above ``most``, none below the least part.
 
     What a full head leaves is divided among the others in proportion; remaining slots go to the largest shares.
     """
-    least, shares = num_topk // LEAST_PART, [share for layer in by_layer for share in layer]
-    slots = [least] * len(shares)
-    room = (num_topk - least) * len(shares)
-    while room:
-        open_heads = [i for i, own in enumerate(slots) if own < most]  # never empty: most >= num_topk
-        weight = math.fsum(shares[i] for i in open_heads)
-        parts = [shares[i] / weight if weight else 1 / len(open_heads) for i in open_heads]
-        extra = [min(int(room * part), most - slots[i]) for i, part in zip(open_heads, parts, strict=True)]
-        if not any(extra):
-            by_share = sorted(open_heads, key=lambda i: (-shares[i], i))
-            for i in by_share[:room]:
-                slots[i] += 1
-            room -= min(room, len(by_share))
-            continue
-        for i, more in zip(open_heads, extra, strict=True):
-            slots[i] += more
-        room -= sum(extra)
+    weights, least = _weights(by_layer), num_topk // LEAST_PART
+    slots, room, total = [most] * len(weights), (num_topk - least) * len(weights), sum(weights)
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    while order and room * weights[order[0]] >= (most - least) * total:
+        room, total = room - (most - least), total - weights[order.pop(0)]
+    more = [room * weights[i] // total for i in order]
+    left = room - sum(more)
+    for place, (i, own) in enumerate(zip(order, more, strict=True)):
+        slots[i] = least + own + (place < left)
     given = iter(slots)
     return tuple(tuple(next(given) for _ in layer) for layer in by_layer)
+
+
+@lru_cache(maxsize=64)
+def _largest_part(shares: Shares, start: int, stop: int) -> Fraction:
+    """The largest part of the slots above the least ones that heads ``start .. stop - 1`` get in any prompt's row."""
+    is_own = [start <= head < stop for layer in shares for head in range(len(layer))]
+    part, below, own_below, num_above, own_above = Fraction(0), 0, 0, len(is_own), sum(is_own)
+    for weight, own in sorted(zip(_weights(shares), is_own, strict=True)):  # full heads count with the least of them
+        part = max(part, Fraction(own_below + own_above * weight, below + num_above * weight))
+        below, own_below = below + weight, own_below + own * weight
+        num_above, own_above = num_above - 1, own_above - own
+    return part
 
 
 def as_heads(given: Any) -> HeadProfile | Literal["auto"] | None:

@@ -97,7 +97,7 @@ class RowWriter:
         ranks select, where this rank has nothing to select.
         """
         heads, prompt_len = self.config.heads, len(entry.token_ids)
-        if heads is None or self.config.parallel.size <= heads.num_heads:
+        if heads is None or self.config.parallel.size <= max(map(len, heads.topk)):
             return None  # kv heads are whole on a rank
         (own,) = self.cache.spans(layer, entry.budget, prompt_len)
         if layout.candidates(own.budget, prompt_len):

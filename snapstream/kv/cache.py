@@ -119,6 +119,7 @@ class HeadTable:
         own = self._tables(slots)  # [3, L, G]
         # Of a head: its first slot in the row, the end of its top-k region, and that of its ring in slots of the head.
         self.starts, self.ends, self.capacities = own[:, :, None].repeat(1, 1, num_rows + 1, 1).unbind(0)
+        self.starts[:, num_rows] = 0  # the last row: kernels may look at ``slots.longest`` slots from any head on
         # [L, rows+1, G]: how many tokens fewer a head counts than its row, after re-selections; None without
         self.behind: Tensor | None = None
 
@@ -170,7 +171,7 @@ def _head_tables(device: torch.device | str, slots: HeadSlots) -> Tensor:
     """Start, end of the top-k and capacity of every head, ``[3, L, G]`` int64."""
     ends = [[budget.num_sink + budget.num_topk for budget in layer] for layer in slots.budgets]
     capacities = [[budget.capacity for budget in layer] for layer in slots.budgets]
-    none = (0,) * slots.num_heads  # of a layer without heads of its own: not read
+    none = (0,) * max(map(len, slots.budgets))  # of a layer without heads of its own: not read
     tables = [[own or none for own in values] for values in (slots.starts, ends, capacities)]
     return torch.tensor(tables, dtype=torch.int64, device=device)
 

@@ -66,7 +66,7 @@ class _ReducedScores:
         local = self._kernels.snapkv_scores(
             queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max, sinks=sinks
         )
-        return self._reduce(local, "max" if group_max else "sum")
+        return self._reduce(local, "max" if group_max else "sum", keys.shape[1])
 
     def hop_scores(
         self, weights: Tensor, voters: Tensor, queries: Tensor, keys: Tensor, start: int, stop: int, *,
@@ -74,13 +74,15 @@ class _ReducedScores:
     ) -> Tensor:  # fmt: skip
         """See ``reference.hop_scores``, a mean over query heads."""
         local = self._kernels.hop_scores(weights, voters, queries, keys, start, stop, sinks=sinks)
-        return self._reduce(local, "sum") / self._copies
+        return self._reduce(local, "sum", keys.shape[1]) / self._copies
 
-    def _reduce(self, local: Tensor, op: ReduceOp) -> Tensor:
-        """Reduce ``local [1, n]`` over the ranks that have this kv head. Scores are >= 0, so zeros do not count."""
-        scores = local.new_zeros(self._num_kv_heads, local.shape[1])  # [G, n]
-        scores[self._local] = local
-        return self._group.all_reduce(scores, op)[self._local]
+    def _reduce(self, local: Tensor, op: ReduceOp, num_keys: int) -> Tensor:
+        """Reduce ``local [1, n]`` over the ranks that have this kv head. Scores are >= 0, so zeros do not count. All
+        ranks call the collective with one shape: with per-head budgets n differs between heads.
+        """
+        scores = local.new_zeros(self._num_kv_heads, num_keys)  # [G, N]
+        scores[self._local, : local.shape[1]] = local
+        return self._group.all_reduce(scores, op)[self._local, : local.shape[1]]
 
 
 class Layer(Protocol):

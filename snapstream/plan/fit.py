@@ -166,8 +166,6 @@ def engine_config(
     heads = None
     if isinstance(options.heads, HeadProfile):
         heads = head_slots(model, options.heads, budget, max_model_len)
-        if options.parallel.size > 1:  # ranks have slots for their own heads' shares alone
-            heads = replace(heads, shares=())
     store = options.prefix_store.on(device) if isinstance(options.prefix_store, PrefixStoreConfig) else None
     kept = {setting.name: getattr(options, setting.name) for setting in fields(Settings)}
     executor = options.executor or preferred_executor(device)

@@ -327,7 +327,7 @@ def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
 
 def _digest(heads: HeadSlots) -> str:
     """Digest of what divides the slots of rows among kv heads."""
-    return sha256(repr((heads.shares or heads.topk, heads.budget)).encode()).hexdigest()[:16]
+    return sha256(repr((heads.shares, heads.budget)).encode()).hexdigest()[:16]
 
 
 CHECK_VARIABLE = "SNAPSTREAM_CHECK_RANKS"  # 1: compare the drawn tokens of all ranks after every step

@@ -181,7 +181,7 @@ def answered(group: Group, asked: Asked) -> Answered:
     make = make_panels(load()) if asked.executor == "looped" else make_matrix
     weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.formats, make, share)
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
-    heads = None if asked.heads is None else replace(asked.heads.slots(budget, 100), shares=())  # as engines of ranks
+    heads = None if asked.heads is None else asked.heads.slots(budget, 100)
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
                           executor=asked.executor, weights=asked.formats, reselection=asked.reselection,
                           selector=asked.selector, parallel=parallel, heads=heads)  # fmt: skip

@@ -10,12 +10,16 @@ import pytest
 import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
-from snapstream.config import KVDType, SplitAttention
+from snapstream.config import KVDType, PrefixStoreConfig, SplitAttention
+from snapstream.config.kv import HeadProfile
+from snapstream.kv.selectors.diverse import Diverse
+from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models.config_json import fingerprint
 from snapstream.types import Request
 from tests.disaggregation.pair import joined
 from tests.disaggregation.test_rows_between_engines import PARAMS, SETTINGS, TEXTS, check, requests_of
-from tests.distributed.pairs import assert_same, ids
+from tests.distributed.pairs import Pair, assert_same, ids
 from tests.distributed.pool import Pool
 from tests.distributed.travelling import Carried, carried
 from tests.llm.conftest import write_checkpoint
@@ -26,8 +30,9 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 # two engines; what else engines can do is tested with two ranks, and other splits over four without an engine
 # (``test_tensor_parallel.py``). Here two ranks share a kv head, and neither of the model's sizes is a rank's own.
 
+BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 FOUR_RANKS_SETTINGS: dict[str, Any] = {
-    "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8),
+    "budget": BUDGET, "selector": SnapKV(observation_len=8),
     "max_model_len": 128, "chunk_len": 32, "progress": False, "max_rows": 5, "executor": "eager",
 }  # fmt: skip
 PROMPTS = [ids(length, seed=length, vocab=VOCAB) for length in (70, 5, 40)]  # above and below the budget
@@ -55,6 +60,36 @@ def test_answers_are_those_of_one_device(
         assert four.engine.rows_free == 5
     for ours, theirs in zip(wanted, found, strict=True):
         assert_same(ours, theirs)
+
+
+SHARES = ((0.9, 0.0), (0.0, 0.0), (0.02, 0.08))  # some heads select nothing while others select
+
+
+def test_heads_have_the_slots_of_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In rows of prompts that fit the budget, that are a little longer, and that are much longer; also of requests with
+    a smaller budget, and after a hit in the prefix store. Heads have unlike numbers of candidates, or none.
+    """
+    monkeypatch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
+    folder = save(make_model("llama-gqa-tied"), tmp_path)
+    settings = FOUR_RANKS_SETTINGS | {
+        "heads": HeadProfile(shares=SHARES, model=fingerprint(folder)), "selector": Hops(observation_len=8, num_hops=2),
+        "prefix_store": PrefixStoreConfig(num_bytes=2**22, block_len=8, min_tokens=8),
+    }  # fmt: skip
+    prompts = [ids(length, seed=length, vocab=VOCAB) for length in (100, 20, 34, 45)]
+    smaller = KVBudget(num_sink=1, num_topk=9, num_recent=10)
+    with LLM(folder, **settings) as one, LLM(folder, **settings, tensor_parallel=4) as four:
+        pair, diverse = Pair(one, four), Diverse(observation_len=8, num_scored=4)
+        for params in REQUESTS[:2]:
+            pair.same(prompts, params)
+            pair.same(prompts, params, selector=diverse)
+            pair.same(prompts, params, budget=smaller)
+        said = pair.same(prompts[1:2], REQUESTS[0])[0].samples[0].token_ids
+        before = pair.stored_tokens()
+        pair.same([[*prompts[1], *said, *prompts[2]]], REQUESTS[0], selector=diverse)
+        assert pair.stored_tokens() == (before[0] + 24, before[1] + 24), "of the prompt and its answer"
+        assert one.config.heads is not None
+        sizes = [{own.capacity for own in one.config.heads.of(BUDGET, n).distinct} for n in (32, 34, 100)]
+        assert list(map(len, sizes)) == [1, 2, 4], sizes
 
 
 # Rows of engines of several ranks travel whole: the pieces over two ranks, and engines of unlike numbers of ranks.

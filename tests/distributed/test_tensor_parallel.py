@@ -271,7 +271,8 @@ def test_ranks_differ_by_rounding_of_near_ties(
 def test_four_ranks(tmp_path: Path, checkpoint: Checkpoint) -> None:
     """A head of queries each; two ranks share a kv head, all share the latents; the last has 49 of 199 token ids.
 
-    Of kv heads with unlike slots one keeps a prompt that another compresses: no rank waits for votes that do not come.
+    Of kv heads with unlike slots one keeps a prompt that another compresses, and their numbers of candidates differ: no
+    rank waits for scores that do not come, or that have another shape.
     """
     with ranks(4, tmp_path) as pool:
         for selector in (SnapKV(observation_len=8), Hops(observation_len=8, num_hops=2)):

@@ -6,7 +6,6 @@ import json
 import math
 import pickle
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,16 @@ def test_slots_are_shared_out_to_the_last(weights: list[int], num_topk: int, num
 
 
 @given(weights=weights, num_topk=st.integers(1, 100))
-def test_heads_tile_a_row_and_the_widest_is_last(weights: list[int], num_topk: int) -> None:
+def test_heads_tile_a_row(weights: list[int], num_topk: int) -> None:
     slots = HeadProfile(shares=shares_of(weights), model="").slots(KVBudget(num_topk=num_topk, num_recent=7), 5000)
-    spans = sorted(
+    spans = [
         (start, start + budget.capacity)
         for starts, budgets in zip(slots.starts, slots.budgets, strict=True)
         for start, budget in zip(starts, budgets, strict=True)
-    )
+    ]
     assert spans[0][0] == 0 and spans[-1][1] == slots.row_slots
     assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
-    assert spans[-1][1] - spans[-1][0] == slots.widest.capacity == max(b - a for a, b in spans)
+    assert slots.widest.capacity == max(b - a for a, b in spans) <= slots.longest <= slots.row_slots
     assert slots.mean_visible(1) == 1 and slots.mean_visible(10**6) == slots.row_slots // 6
 
 
@@ -60,14 +59,15 @@ def test_heads_tile_a_row_and_the_widest_is_last(weights: list[int], num_topk: i
     own=st.integers(0, 90),
     other=st.integers(1, 99),
     prompt=st.integers(1, 300),
+    max_model_len=st.integers(1, 5000),
 )
 def test_the_row_of_a_request_fits_into_a_row(
-    weights: list[int], num_topk: int, own: int, other: int, prompt: int
+    weights: list[int], num_topk: int, own: int, other: int, prompt: int, max_model_len: int
 ) -> None:
     budget = KVBudget(num_topk=num_topk, num_recent=40)
     topk = min(own, num_topk)
     asked = KVBudget(num_sink=0, num_topk=topk, num_recent=min(other, budget.capacity - topk))
-    slots = HeadProfile(shares=shares_of(weights), model="").slots(budget, 5000)
+    slots = HeadProfile(shares=shares_of(weights), model="").slots(budget, max_model_len)
     row = slots.of(asked, prompt)
     flat = [own for layer in row.budgets for own in layer]
     assert row.row_slots <= slots.row_slots and row.longest <= slots.longest
@@ -78,13 +78,38 @@ def test_the_row_of_a_request_fits_into_a_row(
         for one in flat:
             larger = max(one.capacity, asked.capacity)
             assert one.num_recent == asked.num_recent * larger // asked.capacity
-        ranks = [slots.of_rank(rank, 2) for rank in range(2)]
-        halves = [own.of(asked, prompt) for own in ranks]
-        assert all(half.row_slots <= own.row_slots for half, own in zip(halves, ranks, strict=True))
-        assert all(half.longest <= own.longest for half, own in zip(halves, ranks, strict=True))
-        whole = replace(slots, shares=()).of(asked, prompt)
-        assert [half.topk for half in halves] == [whole.of_rank(rank, 2).topk for rank in range(2)]
-    assert slots.of(budget, 5000) == slots
+    assert slots.of(budget, max_model_len) == slots
+    longer = HeadProfile(shares=shares_of(weights), model="").slots(budget, max_model_len + 1000)
+    if prompt <= max_model_len:
+        assert longer.of(asked, prompt) == row, "an engine that takes longer prompts divides this one alike"
+
+
+@given(
+    weights=st.lists(st.one_of(st.integers(0, 9), st.integers(0, 1000)), min_size=16, max_size=16).filter(any),
+    num_topk=st.integers(1, 90),
+    own=st.integers(0, 90),
+    prompt=st.integers(1, 600),
+    max_model_len=st.integers(1, 5000),
+    num_ranks=st.sampled_from([2, 4, 8]),
+)
+def test_ranks_have_the_heads_of_one_device_and_room_for_them(
+    weights: list[int], num_topk: int, own: int, prompt: int, max_model_len: int, num_ranks: int
+) -> None:
+    """Four kv heads, of which eight ranks have one twice. Counters are those of the widest head of all ranks."""
+    total = sum(weights)
+    shares = tuple(tuple(weight / total for weight in weights[i : i + 4]) for i in range(0, 16, 4))
+    budget = KVBudget(num_topk=num_topk, num_recent=20)
+    slots = HeadProfile(shares=shares, model="").slots(budget, max_model_len)
+    topk = min(own, num_topk)
+    for asked in (budget, KVBudget(num_sink=0, num_topk=topk, num_recent=budget.capacity - topk)):
+        whole = slots.of(asked, prompt)
+        for rank in range(num_ranks):
+            held = slots.of_rank(rank, num_ranks)
+            row, first = held.of(asked, prompt), rank * 4 // num_ranks
+            assert row.budgets == tuple(layer[first : first + max(4 // num_ranks, 1)] for layer in whole.budgets)
+            assert (row.widest, row.distinct, row.longest) == (whole.widest, whole.distinct, whole.longest)
+            assert sum(own.capacity for layer in row.budgets for own in layer) <= held.row_slots
+            assert row.longest <= held.longest <= held.row_slots
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
