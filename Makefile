@@ -52,9 +52,8 @@ lint: $(STAMP) ## ruff, formatting, types, import contracts
 test: lint ## lint, then every test but the slow ones
 	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
-test-all: test ## then the slow tests, and 300 drawn configurations of looped decode
-	$(BIN)/pytest -n $(WORKERS) -m slow
-	SNAPSTREAM_FUZZ=$(FUZZ) $(BIN)/pytest -n $(WORKERS) tests/parity/test_looped_fuzz.py
+test-all: lint ## lint, then every test, with 300 drawn configurations of looped decode
+	SNAPSTREAM_FUZZ=$(FUZZ) $(BIN)/pytest -n $(WORKERS)
 
 test-sanitized: $(STAMP) ## drawn configurations of looped decode, its library compiled with sanitizers of addresses and undefined behaviour
 	SNAPSTREAM_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1 -O1" ASAN_OPTIONS=detect_leaks=0 \

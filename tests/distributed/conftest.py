@@ -14,3 +14,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """Two ranks over gloo."""
     with ranks(2, tmp_path_factory.mktemp("ranks")) as pool:
         yield pool
+
+
+@pytest.fixture(scope="package")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """Four ranks over gloo."""
+    with ranks(4, tmp_path_factory.mktemp("ranks")) as pool:
+        yield pool

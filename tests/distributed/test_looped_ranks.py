@@ -31,7 +31,7 @@ from snapstream.kv.selectors.snapkv import SnapKV
 from tests.distributed import cases
 from tests.distributed.cases import Asked
 from tests.distributed.pairs import Pair, ids
-from tests.distributed.pool import Pool, ranks
+from tests.distributed.pool import Pool
 from tests.distributed.test_tensor_parallel import DENSE, HYBRIDS, STATES_TOLERANCE, Checkpoint, check, checkpoint
 from tests.llm.conftest import write_checkpoint
 from tests.waiting import HANG_S, until
@@ -98,11 +98,10 @@ def test_a_row_does_not_depend_on_its_neighbours(two: Pool, checkpoint: Checkpoi
         assert one == other == {1: [True, True], 2: [True, True]}
 
 
-def test_four_ranks(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_four_ranks(four: Pool, checkpoint: Checkpoint) -> None:
     """Two ranks share a kv head; the last has 49 of 199 token ids, and a line that stands for none."""
-    with ranks(4, tmp_path) as pool:
-        check(pool, looped(checkpoint("llama-gqa-tied")))
-        check(pool, looped(checkpoint("deepseek-v3"), experts="ep"))
+    check(four, looped(checkpoint("llama-gqa-tied")))
+    check(four, looped(checkpoint("deepseek-v3"), experts="ep"))
 
 
 def test_a_share_alone(checkpoint: Checkpoint) -> None:

@@ -41,7 +41,7 @@ from snapstream.plan.memory import engine_memory
 from tests.distributed import cases
 from tests.distributed.cases import PROMPTS, UNLIKE, Asked
 from tests.distributed.pairs import Pair
-from tests.distributed.pool import Pool, ranks
+from tests.distributed.pool import Pool
 from tests.parity.checkpoints import make_model, save
 from tests.parity.test_latents import narrowed
 from tests.parity.test_mxfp4 import narrowed as packed_experts
@@ -208,7 +208,7 @@ ODD_EXPERTS = ODD | {"moe_intermediate_size": 96}
 
 
 @pytest.mark.parametrize("width", ["int8", "int4"])
-def test_shards_that_cut_through_groups(width: str, tmp_path: Path) -> None:
+def test_shards_that_cut_through_groups(width: str, two: Pool, four: Pool, tmp_path: Path) -> None:
     """Dense and experts, in both executors, of weights quantized at load and of a quantized checkpoint."""
     dense = save(make_model("qwen3", **ODD), tmp_path / "dense")
     mixture = save(make_model("qwen3-moe", **ODD_EXPERTS), tmp_path / "mixture")
@@ -217,14 +217,10 @@ def test_shards_that_cut_through_groups(width: str, tmp_path: Path) -> None:
     quantize_checkpoint(dense, tmp_path / "codes", form)
     executors = ["eager"] if find_compiler() is None else ["eager", "looped"]
     made, own = WeightFormats.of(width), WeightFormats(layers=form, tables=FLOAT)
-    for size, asked in (
-        (2, [Asked(mixture, formats=made)]),
-        (4, [Asked(tmp_path / "codes", formats=own), Asked(dense, formats=made)]),
-    ):
-        with ranks(size, tmp_path) as pool:
-            for one in asked:
-                for executor in executors:
-                    check(pool, replace(one, executor=executor))
+    for executor in executors:
+        check(two, Asked(mixture, formats=made, executor=executor))
+        check(four, Asked(tmp_path / "codes", formats=own, executor=executor))
+        check(four, Asked(dense, formats=made, executor=executor))
 
 
 BF16 = WeightFormats.of("bfloat16")
@@ -268,17 +264,16 @@ def test_ranks_differ_by_rounding_of_near_ties(
     assert bool((margins[differs] <= 6 * errors[0]).all())
 
 
-def test_four_ranks(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_four_ranks(four: Pool, checkpoint: Checkpoint) -> None:
     """A head of queries each; two ranks share a kv head, all share the latents; the last has 49 of 199 token ids.
 
     Of kv heads with unlike slots one keeps a prompt that another compresses, and their numbers of candidates differ: no
     rank waits for scores that do not come, or that have another shape.
     """
-    with ranks(4, tmp_path) as pool:
-        for selector in (SnapKV(observation_len=8), Hops(observation_len=8, num_hops=2)):
-            check(pool, Asked(checkpoint("llama-gqa-tied"), budget=24, heads=cases.UNLIKE, selector=selector))
-        check(pool, Asked(checkpoint("llama-gqa-tied"), budget=40))
-        check(pool, Asked(checkpoint("deepseek-v3"), experts="ep", budget=40))
+    for selector in (SnapKV(observation_len=8), Hops(observation_len=8, num_hops=2)):
+        check(four, Asked(checkpoint("llama-gqa-tied"), budget=24, heads=cases.UNLIKE, selector=selector))
+    check(four, Asked(checkpoint("llama-gqa-tied"), budget=40))
+    check(four, Asked(checkpoint("deepseek-v3"), experts="ep", budget=40))
 
 
 def test_a_share_alone(checkpoint: Checkpoint) -> None:

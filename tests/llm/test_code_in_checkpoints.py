@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
+from snapstream.cli import main
 from snapstream.models.chat_template import render_chat
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
@@ -66,27 +68,38 @@ def run(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
 
 
 def commands(folder: Path) -> dict[str, tuple[str, ...]]:
-    """Everything that a user may start with a checkpoint folder."""
-    name, cli = str(folder), ("-m", "snapstream.cli")
+    """Every command that a user may start with a checkpoint folder."""
+    name = str(folder)
     return {
-        "LLM": ("-c", LLM_CODE, name),
-        "generate": (*cli, "generate", name, "hello", "--max-tokens", "1"),
-        "serve": (*cli, "serve", name, "--port", "0"),
-        "serve --draft": (*cli, "serve", str(TINY_MODEL), "--port", "0", "--draft", name),
-        "compress --draft": (*cli, "compress", "--draft", name, "--keep", "0.5"),
-        "compress --target": (*cli, "compress", "--target", name, "--keep", "0.5"),
-        "proxy --draft": (*cli, "proxy", "--upstream", "http://127.0.0.1:9", "--port", "0", "--draft", name),
-        "plan": (*cli, "plan", name),
-        "plan, the file": (*cli, "plan", str(folder / "config.json")),
+        "generate": ("generate", name, "hello", "--max-tokens", "1"),
+        "serve": ("serve", name, "--port", "0"),
+        "serve --draft": ("serve", str(TINY_MODEL), "--port", "0", "--draft", name),
+        "compress --draft": ("compress", "--draft", name, "--keep", "0.5"),
+        "compress --target": ("compress", "--target", name, "--keep", "0.5"),
+        "proxy --draft": ("proxy", "--upstream", "http://127.0.0.1:9", "--port", "0", "--draft", name),
+        "plan": ("plan", name),
+        "plan, the file": ("plan", str(folder / "config.json")),
     }
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
 @pytest.mark.parametrize("who", list(commands(Path())))
-def test_refused_without_a_trace(who: str, file: str, tmp_path: Path, trace: Path) -> None:
+def test_refused_without_a_trace(
+    who: str, file: str, tmp_path: Path, trace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     is_draft = "--draft" in who
     folder = with_code(tmp_path / "given", trace, file, source=TINY_DRAFT_MODEL if is_draft else TINY_MODEL)
-    done = run(*commands(folder)[who])
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"y\n" * 9)))  # a yes to whatever it asks
+    assert main(commands(folder)[who]) != 0
+    assert not trace.exists()
+    assert f"{folder / file}: auto_map names Python code of the checkpoint" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("who", ["LLM", "serve"])
+def test_a_process_ends_with_the_refusal(who: str, file: str, tmp_path: Path, trace: Path) -> None:
+    folder = with_code(tmp_path / "given", trace, file)
+    done = run(*(("-c", LLM_CODE, str(folder)) if who == "LLM" else ("-m", "snapstream.cli", *commands(folder)[who])))
     assert not trace.exists()
     assert done.returncode not in (0, -11), done.stdout
     assert f"{folder / file}: auto_map names Python code of the checkpoint" in done.stderr

@@ -175,8 +175,8 @@ def test_logits_of_a_prompt_stay_within_what_a_prefill_takes() -> None:
     "settings",
     [
         ScoringSettings(context_len=1024, passages_at_once=3, ignore_eos=True),
-        ScoringSettings(context_len=4096, look_ahead=0),
-        ScoringSettings(context_len=4096, keys="one_layer", ignore_eos=True),
+        ScoringSettings(context_len=2048, look_ahead=0),
+        ScoringSettings(context_len=2048, keys="one_layer", ignore_eos=True),
     ],
     ids=["all layers", "no look-ahead", "one layer"],
 )
