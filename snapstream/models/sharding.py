@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -249,6 +250,7 @@ def _unit(form: WeightFormat, *, is_row: bool) -> int:
     return form.group if form.is_quantized and is_row else 1
 
 
+@lru_cache(maxsize=64)
 def _float_tensors(whole: ModelConfig, own: ModelConfig, formats: WeightFormats) -> tuple[str, ...]:
     """Tensors whose shard cuts through numbers that share a scale, since heads are not padded."""
     of_whole, found = tensor_specs(whole), []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from snapstream.config import DType, ModelConfig
@@ -445,6 +446,7 @@ def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> Tenso
     return specs
 
 
+@lru_cache(maxsize=64)
 def _halves(num_rows: int, head_rows: int, rope_rows: int) -> tuple[int, ...]:
     """Order of the rows of a projection: the last ``rope_rows`` of each head, which the checkpoint rotates in pairs
     (0, 1), (2, 3) ..., are stored as halves.
