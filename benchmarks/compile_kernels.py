@@ -38,6 +38,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = Path(__file__).parents[1] / "snapstream" / "kernels" / "triton"
 COMMON_DIMS = (64, 128)  # of heads: where a spill or more than ``MOST_REGISTERS`` calls for another cut
 MOST_REGISTERS = 200
+SHARED_OF_AN_A100 = 166_912  # bytes of a program
+PREFILL_90 = "prefill_attention, sm_90"  # tiles that only Hopper's shared memory holds
 FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
           torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
@@ -137,6 +139,8 @@ def compiled(launch: Launch, arch: int) -> Any:
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
+        if parameter.name == "EARLY":  # a launch without a GPU says no
+            value = arch >= 90
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         elif isinstance(value, Tensor):
@@ -181,7 +185,17 @@ def launchers(
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Every launch of a model on tensors without data; with ``is_fp8`` those that touch rows or experts in FP8."""
     from snapstream.kernels.rows import HeadNorm, LayerRows
-    from snapstream.kernels.triton import attention, latent_attention, norm, products, rows, scores
+    from snapstream.kernels.triton import (
+        attention,
+        configs,
+        latent_attention,
+        norm,
+        one_token,
+        prefill,
+        products,
+        rows,
+        scores,
+    )
 
     def empty(*size: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.empty(*size, dtype=kind, device="meta")
@@ -225,6 +239,20 @@ def launchers(
     hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
     yield "rms_norm", lambda: norm.launch_rms_norm(hidden, None, weight, 1e-6)
     yield "add_rms_norm", lambda: norm.launch_rms_norm(hidden, hidden, weight, 1e-6)
+    wide = empty(2 * shape.intermediate_size, shape.hidden_size)
+    yield "one_linear", lambda: one_token.launch_one_linear(hidden[:1], (weight, 1e-6), wide, None, gated=True)
+    yield (
+        "add_one_linear",
+        lambda: one_token.launch_one_linear(
+            empty(1, shape.intermediate_size), None, empty(shape.hidden_size, shape.intermediate_size), None, hidden[:1]
+        ),
+    )
+    if dtype != torch.float32:
+        chunk = empty(2048, heads, dim)
+        small = configs.prefill_launch(dim, 2, SHARED_OF_AN_A100)
+        yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged)
+        yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged, window=4096)
+        yield "prefill_attention", lambda: prefill.prefill_attention(chunk, staged, staged, launch=small)
     yield "swiglu", lambda: norm.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
     yield (
         "snapkv_scores",
@@ -281,7 +309,8 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
     for shape, dtype, is_fp8 in ((shape, dtype, is_fp8) for shape, dtype in cases for is_fp8 in (False, True)):
         for op, launcher in launchers(shape, DTYPES[dtype], capacity=32768, is_fp8=is_fp8):
             for launch in recorded(launcher):
-                for arch in (arch for arch in arches if not is_fp8 or arch >= FP8_ARCH):
+                least = 90 if op == PREFILL_90 else FP8_ARCH if is_fp8 else 0
+                for arch in (arch for arch in arches if arch >= least):
                     yield {
                         "op": op,
                         "kernel": launch.kernel.__name__,

@@ -67,7 +67,8 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
         projected = 4 * query_size + (model.latent.q_rank or 0) + 3 * model.latent.latent_dim
     # The chunk's own keys and values repeated, queries folded, two outputs, their merge.
     attention = hidden + projected + 6 * query_size
-    mlp = query_size + 4 * hidden + mlp_size(model)  # attended heads, residual, norm and its parts
+    # Attended heads, residual, norm and its parts; experts hold their output too.
+    mlp = query_size + (3 if model.moe is None else 4) * hidden + mlp_size(model)
     if model.per_layer_dim:
         mlp += hidden + 4 * model.per_layer_dim  # the embeddings of tokens, for layer 0 and for this one
     return num_tokens * max(attention, mlp) * DTYPE_BYTES[dtype]

@@ -107,7 +107,8 @@ def shared_bytes(device: torch.device) -> int:
     """Most shared memory of a program; for devices that are no GPU that of an H200."""
     if device.type != "cuda":
         return 232_448
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return found
 
 
 def prefill_attention(

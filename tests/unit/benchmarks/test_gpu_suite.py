@@ -352,7 +352,7 @@ def test_the_calls_name_tests_and_sections_that_exist() -> None:
     )  # fmt: skip
     words = {word for found in re.findall(r'-k "?([^"\n]+)', script) for word in re.findall(r"[\w-]+", found)}
     words -= {"and", "or", "not", "expression"}
-    assert len(words) > 6 and [word for word in words if word not in done.stdout] == []
+    assert len(words) > 1 and [word for word in words if word not in done.stdout] == []
     assert [file for file in re.findall(r"tests/gpu/\w+\.py", script) if not (ROOT / file).exists()] == []
     sections = [name for found in re.findall(r"^  suite \d+ (.+)$", script, re.MULTILINE) for name in found.split()]
     assert len(sections) == len(set(sections)) > 10
