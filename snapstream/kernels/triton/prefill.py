@@ -107,7 +107,7 @@ def shared_bytes(device: torch.device) -> int:
     """Most shared memory of a program; for devices that are no GPU that of an H200."""
     if device.type != "cuda":
         return 232_448
-    found: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    found: int = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
     return found
 
 
