@@ -36,10 +36,10 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # recurrent layers and per-head budgets did not combine with (210). A module with one importer lives in that importer,
 # unless it is an entry point, an optional dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 218,
-    "Python lines of the package": 54267,
+    "Python files of the package": 214,
+    "Python lines of the package": 53000,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
-    "files under tests/": 239,
+    "files under tests/": 231,
     "modules with one importer": 28,
     "words to learn in docs/architecture.md": 20,
 }

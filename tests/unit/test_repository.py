@@ -119,10 +119,10 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
-def test_it_is_short_and_says_first_what_has_not_run() -> None:
+def test_it_is_short_and_says_first_what_has_hardly_run() -> None:
     lines = TEXT.splitlines()
     assert len(lines) <= 130
-    assert "**Not run yet: a GPU.**" in "\n".join(lines[:30])
+    assert "**GPU**: one H200 has run it once" in "\n".join(lines[:30])
 
 
 def test_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
