@@ -67,7 +67,8 @@ def sections() -> list[Section]:
         Section("peers_continuous", peers.continuous, 60, "the same prompts through transformers' continuous batching"),
         Section("decode_8b_fp8", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], best, "fp8"), 40, decode),
         Section("narrow_linear", narrow.narrow_linear, 60,
-                "products with int8 and int4 weights (codes) beside bf16, and beside widening them block by block"),
+                "products of few tokens: bf16 by cuBLAS and, of one, by our kernel; int8 and int4 weights (codes), and "
+                "widened block by block"),
         Section("decode_8b_narrow", narrow.decode_8b_narrow, 60, "decode_8b over weights of int4 and int8"),
         Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], best), 30, decode),
         Section("attention", attention.attention, 45, "kernels that can attend a chunk of a prompt"),

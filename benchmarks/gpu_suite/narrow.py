@@ -1,12 +1,12 @@
-"""Sections on int8 and int4 weights: the product alone at real sizes, and whole decode steps of an 8B model.
+"""Sections on products of few tokens: each alone at real sizes, and whole decode steps of an 8B model in int8 and int4.
 
-``codes`` is the kernel that reads codes, ``widened`` the same weight widened block by block: where the second becomes
-faster is where ``models/matrix.py`` should change over (``FEW``).
+Of bf16 weights ``torch`` is cuBLAS and ``one_token`` our kernel for a single token. Of int8 and int4 ones ``codes`` is
+the kernel that reads codes, ``widened`` the same weight widened block by block: where the second becomes faster is
+where ``models/matrix.py`` should change over (``FEW``). Captured, a call on each of several matrices in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_suite.models import config_of, decode_seconds, engine_config, use_executor
 from benchmarks.gpu_suite.suite import Bench, Figures
+from benchmarks.kernels import Call, seconds
 from benchmarks.stand_ins import random_share
 from snapstream.config import WeightFormat, WeightFormats
 from snapstream.exec.runner import ModelRunner
@@ -24,7 +25,7 @@ from snapstream.models.matrix import make_matrix
 from snapstream.models.sharding import Share, decode_weight_bytes
 
 TOKENS = (1, 4, 16, 64, 128, 256)
-MODELS = ("llama_1b", "llama_8b")
+MODELS = ("qwen3_06b", "llama_8b")
 GROUP = 32
 SLOTS, CONTEXT = 8192, 131_000
 
@@ -44,17 +45,20 @@ def narrow_linear(bench: Bench) -> Figures:
                 weights = [make_matrix(form, shape, dtype, device) for _ in range(copies)]
                 for weight in weights:
                     weight.fill(torch.randn(shape, device=device, dtype=dtype) / shape[1] ** 0.5)
-                ways = (
-                    {"codes": kernels, "widened": replace(kernels, code_linear=None)} if is_quantized else {"": kernels}
-                )
+                torch_only = replace(kernels, code_linear=None, one_linear=None)
+                ways = {"codes": replace(kernels, one_linear=None), "widened": torch_only}
+                if not is_quantized:
+                    ways = {"one_token": kernels, "torch": torch_only}
                 for tokens in TOKENS[:2] if bench.is_smoke else TOKENS:
                     x = torch.randn(tokens, shape[1], device=device, dtype=dtype)
                     for way, own in ways.items():
-                        calls = [partial(weight.multiply, x, None, own) for weight in weights]
-                        seconds = bench.device.seconds(partial(_all, calls), 3) / copies
+                        if way == "one_token" and tokens > 1:
+                            continue
+                        calls: list[Call] = [partial(weight.multiply, x, None, own) for weight in weights]
+                        time = seconds(calls, device)
                         figure: dict[str, Any] = {
                             "model": model, "role": role, "weights": width, "way": way, "tokens": tokens,
-                            "us": seconds * 1e6, "gb_per_s": weights[0].num_bytes / seconds / 1e9,
+                            "us": time * 1e6, "gb_per_s": weights[0].num_bytes / time / 1e9,
                         }  # fmt: skip
                         if bench.ceilings:
                             figure["share_of_read"] = figure["gb_per_s"] / bench.ceilings["read_gb_per_s"]
@@ -75,24 +79,19 @@ def decode_8b_narrow(bench: Bench) -> Figures:
         runner = ModelRunner(decoder, replace(engine, weights=formats))
         for batch in batches:
             use_executor(bench, runner, "graph", batch)
-            seconds = decode_seconds(bench, runner, batch, context, steps=20)
+            time = decode_seconds(bench, runner, batch, context, steps=20)
             read = decode_weight_bytes(config, device.dtype_name, formats, batch)
             read += batch * decoder.kv_spec().row_bytes(slots)
             figure: dict[str, Any] = {
                 "model": "llama_8b", "weights": formats.describe(), "executor": "graph", "batch": batch, "slots": slots,
-                "context": context, "step_ms": seconds * 1e3, "tokens_per_s": batch / seconds,
-                "gb_per_step": read / 1e9, "gb_per_s": read / seconds / 1e9,
+                "context": context, "step_ms": time * 1e3, "tokens_per_s": batch / time,
+                "gb_per_step": read / 1e9, "gb_per_s": read / time / 1e9,
             }  # fmt: skip
             if bench.ceilings:
                 figure["share_of_read"] = figure["gb_per_s"] / bench.ceilings["read_gb_per_s"]
             yield figure
         del runner, decoder
         bench.device.free()
-
-
-def _all(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
 
 
 def _matrices(bench: Bench, model: str) -> dict[str, tuple[int, int]]:
