@@ -103,6 +103,13 @@ def test_experts(counts: list[int], is_fp8: bool, dtype: torch.dtype) -> None:
     checks_products.check_grouped_linear(counts, 200, 304, is_fp8, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 700), (300, 300), (256, 4000)])
+def test_prefill_attention(num_queries: int, num_keys: int, head_dim: int, dtype: torch.dtype) -> None:
+    checks.check_prefill_attention(num_queries, num_keys, (8, 2), head_dim, dtype, "cuda")
+
+
 @dtypes
 @pytest.mark.parametrize(
     ("num_out", "num_in"), [(1024, 2048), (3072, 1024), (4096, 14336), (1000, 4096), (33, 300), (151936, 1024)]

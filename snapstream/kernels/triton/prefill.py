@@ -126,7 +126,7 @@ def prefill_attention(
         head_dim**-0.5 * LOG2_E * (1.0 if cap is None else 2.0 / cap), num_queries, k.shape[1],
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         GROUP=num_heads // k.shape[0], HEAD_DIM=head_dim, HEAD_PAD=configs.power_of_two(head_dim, 16),
-        WINDOW=0 if window is None or window >= k.shape[1] else window, BLOCK_M=cut.queries, BLOCK_N=cut.block,
+        WINDOW=window or 0, BLOCK_M=cut.queries, BLOCK_N=cut.block,
         STAGES=cut.num_stages, HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip

@@ -7,6 +7,7 @@ real sizes on the device. Places that a kernel must not read hold NaN, places it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -112,6 +113,29 @@ def check_decode_attention_strides(
     got = decode_attention(q, one_layer(*caches), rows, lengths)
     assert torch.equal(got, decode_attention(q.contiguous(), one_layer(*caches.contiguous()), rows, lengths))
     assert_near(got, reference.decode_attention(q.float(), one_layer(*caches.float()), rows, lengths), dtype)
+
+
+def check_prefill_attention(
+    num_queries: int, num_keys: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, device: str
+) -> None:
+    """Chunks behind earlier keys equal the reference: full layers and windows, with sinks and a cap, each or both. Keys
+    and values are ranges of a larger pool whose other tokens are NaN.
+    """
+    from snapstream.kernels.triton.prefill import prefill_attention
+
+    torch.manual_seed(head_dim)
+    q = torch.randn(num_queries, heads[0], head_dim, device=device).to(dtype)
+    pool = torch.full((2, heads[1], num_keys + 48, head_dim), NAN, device=device)
+    pool[:, :, 16 : 16 + num_keys] = torch.randn(2, heads[1], num_keys, head_dim, device=device)
+    k, v = pool.to(dtype)[:, :, 16 : 16 + num_keys]
+    logits = torch.randn(heads[0], device=device)
+    for window, sinks, cap in product((None, 1, 50, num_keys), (None, logits), (None, 4.0)):
+        got = prefill_attention(q, k, v, window=window, sinks=sinks, cap=cap)
+        want = reference.prefill_attention(q.float(), k.float(), v.float(), window=window, sinks=sinks, cap=cap)
+        assert got.dtype == dtype and got.shape == want.shape
+        assert_near(got, want, dtype)
+    with pytest.raises(ValueError, match="contiguous head dimension"):
+        prefill_attention(q.transpose(0, 2).contiguous().transpose(0, 2), k, v)
 
 
 def check_refusals(device: str) -> None:

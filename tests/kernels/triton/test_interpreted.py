@@ -178,6 +178,19 @@ def test_tokens_and_groups(num_tokens: int, group: int, dtype: torch.dtype, bits
     checks_products.check_code_linear(num_tokens, 45, 9 * group, bits, group, dtype, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "heads", "head_dim", "dtype"),
+    [
+        (70, 70, (4, 2), 16, torch.float32), (33, 150, (6, 2), 24, torch.float32), (1, 90, (4, 4), 32, torch.float32),
+        (130, 131, (2, 1), 80, torch.bfloat16), (17, 300, (4, 1), 192, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_prefill_attention(
+    num_queries: int, num_keys: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
+    checks.check_prefill_attention(num_queries, num_keys, heads, head_dim, dtype, "cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_out", "num_in"), [(45, 300), (5, 4500), (130, 96)])
 def test_one_token(num_out: int, num_in: int, dtype: torch.dtype) -> None:
