@@ -99,8 +99,10 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
     """Formats of the matrices in memory; ValueError for those that the model or the dtype cannot have.
 
     ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: 16-bit floats convert exactly, and a step
-    reads half the bytes. Otherwise it is the dtype of the computation. Int8 in groups of 16 is for CPUs, and read as
-    floats are where another format is asked for.
+    reads half the bytes. Types of GGUF files that no format here holds, of at most six bits, become int8: what that
+    rounds is little beside what they have lost, and floats would take two to four times the memory of the file.
+    Otherwise it is the dtype of the computation. Int8 in groups of 16 is for CPUs, and read as floats are where another
+    format is asked for.
     """
     formats = _matrices(model, options, device)
     if options.activations == "dtype":
@@ -118,6 +120,8 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     is_cpu = not device.startswith("cuda")
     keeps_stored = dtype == "float32" and is_cpu
     formats = WeightFormats.of(((stored.dtype if keeps_stored else None) or dtype) if wanted == "auto" else wanted)
+    if wanted == "auto" and keeps_stored and _is_quantized_again(model):
+        formats = WeightFormats.of("int8")
     keeps_layers = not stored.has_sub_blocks or (wanted == "auto" and is_cpu)
     quantized, tables = stored.quantized if keeps_layers else None, formats.tables
     if wanted == "auto" and stored.tables is not None and (quantized is not None or keeps_stored):
@@ -130,6 +134,18 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     if not formats.layers.is_quantized and formats.layers.dtype != dtype and dtype != "float32":
         raise ValueError(f"weights is {wanted!r} and dtype {dtype!r}; weights must be {dtype}, int8, int4 or auto")
     return formats
+
+
+def _is_quantized_again(model: ModelConfig) -> bool:
+    """Whether a checkpoint has quantized layers that no format here holds, and int8 groups fit its matrices."""
+    stored = model.stored
+    if not stored.dequantized or stored.quantized is not None or stored.packing is not None:
+        return False
+    try:
+        check_groups(model, WeightFormats.of("int8"))
+    except ValueError:
+        return False
+    return True
 
 
 def _quantized_formats(

@@ -116,24 +116,33 @@ KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of 
     ("qwen2", {"attn_v": "Q6_K", "ffn_gate": "Q5_0", "ffn_up": "Q6_K", "attn": "Q8_0", "": "Q4_0"},
      {"qkv": FINE, "gate_up": FINE, "down": FINE, "embed": INT8}),
     ("llama-gqa-tied", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
-     {"qkv": FP16, "down": FP16, "embed": FINE}),
+     {"qkv": INT8, "down": INT8, "embed": FINE}),
     ("qwen2", {"ffn_down": "IQ4_NL", "ffn": "Q4_0", "": "Q5_0"}, {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3-moe", "Q8_0", {"qkv": INT8, "experts_down": INT8, "embed": INT8}),
     ("qwen3-moe", "Q6_K", {"qkv": FINE, "experts_down": FINE, "embed": FINE}),
     ("llama-mha", {"attn_v": "Q6_K", "ffn_down": "Q5_K", "token": "Q4_1", "": "Q4_K"},
-     {"qkv": FP16, "down": FP16, "embed": FP16}),
+     {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", {"attn": "Q5_1", "ffn_down": "MXFP4", "ffn": "IQ4_XS", "": "Q8_0"},
-     {"qkv": FP16, "down": FP16, "embed": INT8}),
+     {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", "BF16", {"qkv": "bfloat16", "down": "bfloat16", "embed": "bfloat16"}),
     ("qwen2", "F16", {"qkv": FP16, "down": FP16, "embed": FP16}),
 ]  # fmt: skip
+
+
+def weights_of(folder: Path, width: Any) -> dict[str, torch.Tensor]:
+    """Numbers of a checkpoint that an engine computes with, by name."""
+    with LLM(folder, max_model_len=64, progress=False, executor="eager", weights=width) as llm:
+        found: dict[str, torch.Tensor] = llm.engine.runner.decoder.weights.stored()  # type: ignore[attr-defined]
+        return found
 
 
 @pytest.mark.parametrize(("name", "kind", "formats"), KINDS, ids=[f"{name}-{kind}" for name, kind, _ in KINDS])
 def test_quantized_tensors_are_the_numbers_of_the_reference(
     name: str, kind: str | dict[str, str], formats: dict[str, str], tmp_path: Path
 ) -> None:
-    """Types that fit integers in groups keep their values; the others are dequantized, with a line that says so."""
+    """Types that fit integers in groups keep their values; the others are dequantized and layers of them int8, with a
+    line that says so.
+    """
     more = {"moe_intermediate_size": 64 if kind == "Q8_0" else 256} if name == "qwen3-moe" else {}
     folder = save(make_model(name, **SIZES | more), tmp_path)
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
@@ -144,12 +153,11 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
         lines = [line for line in llm.notes if "dequantized" in line]
         types = llm.model_config.stored.dequantized
         assert [line.partition(" are")[0] for line in lines] == ([f"weights: {', '.join(types)}"] if types else [])
-        with LLM(wide, max_model_len=64, progress=False, executor="eager", weights="float32") as twin:
-            numbers = twin.engine.runner.decoder.weights.stored()  # type: ignore[attr-defined]
-            for key, mine in own.stored().items():
-                rounded = numbers[key].half().float() if own.matrices.get(key) and FP16 in formats.values() else 0
-                is_kept = torch.equal(mine, numbers[key])
-                assert is_kept or (torch.is_tensor(rounded) and torch.equal(mine, rounded)), key
+        numbers, again = (weights_of(wide, width) for width in ("float32", "int8"))
+        for key, mine in own.stored().items():
+            form = own.matrices[key].form.describe() if key in own.matrices else None
+            rounded = {FP16: numbers[key].half().float(), INT8: again[key] if types else numbers[key]}
+            assert torch.equal(mine, numbers[key]) or torch.equal(mine, rounded.get(str(form), numbers[key])), key
     stored, prompts = llm.model_config.stored, PROMPTS[::4]
     if stored.dequantized and stored.quantized:  # the tables are rounded to fp16
         assert len({str(answers(file, prompts, executor=executor)) for executor in EXECUTORS}) == 1
@@ -169,9 +177,9 @@ EXPERTS = {"moe_intermediate_size": 64}
 DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] = [  # formats of matrices
     ("qwen3.5", "Q4_0", DELTA, {"delta_in": INT4, "delta_gates": "float32", "delta_out": INT4, "qkv": INT4}),
-    ("qwen3.5", "Q8_0", DELTA | {"linear_value_head_dim": 16}, {"delta_in": FP16, "delta_out": FP16}),
+    ("qwen3.5", "Q8_0", DELTA | {"linear_value_head_dim": 16}, {"delta_in": INT8, "delta_out": INT8}),
     ("qwen3-next", {"attn_gate": "Q4_1", "": "Q5_1"}, DELTA | EXPERTS | {"shared_expert_intermediate_size": 96},
-     {"delta_in": FP16, "experts_down": FP16}),
+     {"delta_in": INT8, "experts_down": INT8}),
     ("qwen3-next", {"attn_gate": "Q4_0", "": "Q8_0"}, DELTA | EXPERTS | {"shared_expert_intermediate_size": 96},
      {"delta_in": INT8, "experts_down": INT8, "shared_down": INT8, "delta_gates": "float32"}),
     ("deepseek-v3.2", {"attn_k_b": "F16", "indexer": "F32", "": "Q8_0"},
@@ -183,7 +191,7 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
     ("phi3-window", "IQ4_NL", {}, {"qkv": INT8, "gate_up": INT8}),
     ("glm4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "experts_gate_up": INT4, "shared_down": INT4}),
     ("minimax-m2", "Q4_K", {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256},
-     {"qkv": FP16, "experts_down": FP16}),
+     {"qkv": INT8, "experts_down": INT8}),
 ]  # fmt: skip
 
 
@@ -196,9 +204,11 @@ def test_quantized_layers_of_every_kind(
     folder = save(make_model(name, **own), tmp_path)
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     wide = write_gguf(folder, tmp_path / "wide.gguf", numbers_of=file)
+    stored = read_model_config(file).stored
+    width: Any = "int8" if stored.dequantized and not stored.quantized else "float32"
     with (
         LLM(file, max_model_len=64, progress=False, executor="eager") as llm,
-        LLM(wide, max_model_len=64, progress=False, executor="eager", weights="float32") as twin,
+        LLM(wide, max_model_len=64, progress=False, executor="eager", weights=width) as twin,
     ):
         weights, numbers = (one.engine.runner.decoder.weights for one in (llm, twin))  # type: ignore[attr-defined]
         assert {key: weights.matrices[key].form.describe() for key in formats} == formats
