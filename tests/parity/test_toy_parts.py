@@ -81,6 +81,9 @@ def test_an_executor(one_at_a_time: str, tmp_path: Path) -> None:
     message = "executor is 'one-by-one'; it must be one of eager, graph, looped, one-at-a-time"
     with pytest.raises(ValueError, match=message):
         LLM(folder, executor="one-by-one", progress=False)
+    message = "executor is 'one-at-a-time', which does not support several ranks .*; use 'looped' or 'eager'"
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, executor=one_at_a_time, tensor_parallel=2, progress=False)
 
 
 # A form of weights: a byte per number, and a scale per row of the matrix.

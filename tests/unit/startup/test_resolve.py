@@ -374,11 +374,6 @@ TWO_H100 = replace(H100, num_gpus=2)
         ({"tensor_parallel": 2, "attention": "dp"}, TWO_H100, "attention is 'dp', which needs latent attention"),
         ({"tensor_parallel": 3}, replace(H100, num_gpus=3), "cannot be split over 3 ranks"),
         ({"tensor_parallel": 2}, H100, "tensor_parallel is 2; this process sees 1 GPUs, and each rank needs one"),
-        (
-            {"tensor_parallel": 2, "executor": "looped"},
-            TWO_H100,
-            "executor is 'looped', which does not support several",
-        ),
         ({"tensor_parallel": 2, "executor": "graph"}, LAPTOP, "executor 'graph': it captures CUDA graphs"),
     ],
 )
