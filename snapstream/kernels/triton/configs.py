@@ -190,7 +190,7 @@ def prefill_launch(head_dim: int, dtype_bytes: int, shared_bytes: int) -> Prefil
     size = power_of_two(head_dim, 16)
     cuts = [(128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 2)]  # queries, keys, warps, stages
     if size != 128:
-        cuts = [(128, 64, 8, 3 if size < 128 else 2), (64, 32, 4, 2)]
+        cuts = [(128, 64, 8, 3 if size < 128 else 2), (64, 32, 8, 2)]
     for queries, block, warps, stages in cuts:
         cut = PrefillLaunch(block=block, queries=queries, num_warps=warps, num_stages=stages)
         if dtype_bytes * size * (queries + 2 * block * stages) <= shared_bytes:
