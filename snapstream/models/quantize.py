@@ -46,14 +46,14 @@ def quantize_checkpoint(
     """
     if is_gguf(source):
         raise ValueError(f"{source} is a GGUF file; checkpoint folders of safetensors are quantized to files")
-    if SUB_BLOCK in (form.group, (attention or form).group):
-        raise ValueError(f"group is {SUB_BLOCK}; files have groups of {', '.join(map(str, GROUPS))}")
     config = read_model_config(source)
     stored = config.stored
     if stored.quantized is not None or stored.dequantized:
         raise ValueError(f"{source} is quantized already ({stored.describe_quantized()})")
     if config.is_text_part:
         raise ValueError(f"{source} also has a vision tower; only checkpoints of text models are quantized to files")
+    if SUB_BLOCK in (form.group, (attention or form).group):
+        raise ValueError(f"group is {SUB_BLOCK}; files have groups of {', '.join(map(str, GROUPS))}")
     matrices = _matrices(config, form, attention or form)
     manifest = check_checkpoint(source, config)
     with _whole_or_nothing(target) as folder:
