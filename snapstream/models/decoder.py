@@ -252,7 +252,8 @@ class Decoder:
 
     def run(self, token_ids: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """All layers: from tokens ``[T]`` to logits ``[T, V]`` fp32."""
-        hidden, pending = self.embed(token_ids), cast(Tensor | None, None)
+        hidden = self.embed(token_ids)
+        pending: Tensor | None = None
         tokens = TokenInputs(token_ids, hidden.clone()) if self.config.per_layer_dim else None
         for index, layer in enumerate(self.layers):
             attended = layer.attend(hidden, pending, rope, view)
@@ -270,7 +271,10 @@ class Decoder:
         models with embeddings for each layer or scalars of layers; ``tokens`` are the T'.
         """
         output = layer.finish(*given)
-        return self._ends[index](given[0], cast(Tensor, output), tokens) if self._ends else output
+        if not self._ends:
+            return output
+        assert output is not None, "a layer that something follows adds nothing itself"
+        return self._ends[index](given[0], output, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` fp32 from the output of the last layer."""

@@ -389,7 +389,7 @@ class Shard:
             numbers = _widened(numbers_of(data, kind)) if view.dtype == "F32" else numbers_of(data, kind)
             return numbers if view.columns is None else numbers[..., view.columns]
         scales, values = blocks_of(data, kind)
-        if values.shape[-1] != view.group:  # beside Q6_K
+        if values.shape[-1] != view.group:  # in a format with Q6_K
             scales = scales.repeat(values.shape[-1] // view.group, -1)
             values = values.reshape(*scales.shape, view.group)
         if view.columns is not None:  # whole groups change their places

@@ -449,7 +449,7 @@ class DenseLayer:
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
         """See ``models.decoder.Layer.finish``."""
         if self._adds_products and self._post_norm is not None and self._mlp is not None:
-            pending = self._add_projected(residual, attended)
+            pending = self._o.add_product(residual, attended.flatten(1), self._o_bias, self._kernels)
             return self._mlp.add_of_norm(SumNorm(residual, pending, self._post_norm, self._eps))
         projected = self._projected(attended)
         if self._is_parallel:
@@ -469,10 +469,6 @@ class DenseLayer:
     def _projected(self, attended: Tensor) -> Tensor:
         """What the part that mixes tokens adds ``[T', D]``, of this rank's heads; not multiplied yet."""
         return self._o.multiply(attended.flatten(1), self._o_bias, self._kernels)
-
-    def _add_projected(self, residual: Tensor, attended: Tensor) -> Tensor | None:
-        """``_projected`` added to ``residual`` where one kernel does both; else what is to be added."""
-        return self._o.add_product(residual, attended.flatten(1), self._o_bias, self._kernels)
 
     def _ended(self, output: Tensor, norm: Tensor | None, multiplier: float) -> Tensor:
         """An output as it is added to the residual stream."""

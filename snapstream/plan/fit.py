@@ -100,7 +100,7 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
 
     ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: 16-bit floats convert exactly, and a step
     reads half the bytes. Types of GGUF files that no format here holds, of at most six bits, become int8: what that
-    rounds is little beside what they have lost, and floats would take two to four times the memory of the file.
+    rounds is little compared with what they have lost, and floats would take two to four times the memory of the file.
     Otherwise it is the dtype of the computation. Int8 in groups of 16 is for CPUs, and read as floats are where another
     format is asked for.
     """

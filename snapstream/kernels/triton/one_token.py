@@ -56,7 +56,7 @@ def one_linear_kernel(
 ):  # fmt: skip
     """``BLOCK_N`` outputs; ``BLOCK_K`` columns of their rows at a time, the next ones loading meanwhile.
 
-    The norm is one factor of all sums: its squares are added up beside them.
+    The norm is one factor of all sums; the same loop adds up its squares.
     """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < NUM_OUT

@@ -20,7 +20,7 @@ from snapstream.config import (
     StoredWeights,
     make_selector,
 )
-from snapstream.config.weights import WeightsOption
+from snapstream.config.weights import Packing, WeightsOption
 from snapstream.engine.admission import job_chunk_len, unit_work
 from snapstream.models.sharding import decode_weight_bytes
 from snapstream.models.weights import DecoderWeights
@@ -138,6 +138,16 @@ def test_auto_keeps_what_is_stored_where_nothing_is_lost() -> None:
     assert width(replace(MODEL, stored=StoredWeights(dtype="float16"))) == "float16"
     assert width(replace(MODEL, stored=StoredWeights(dtype="float32"))) == "float32"
     assert width(replace(MODEL, stored=StoredWeights())) == "float32"  # nobody said
+
+
+def test_types_of_gguf_that_no_format_holds_become_int8() -> None:
+    """On a CPU in fp32, where all rows are whole groups; else they are floats."""
+    files = StoredWeights(dtype="float16", dequantized=("Q4_K",))
+    assert width(replace(MODEL, stored=files), activations="dtype") == "int8 in groups of 32"
+    assert width(replace(MODEL, stored=files, intermediate_size=48)) == "float16"
+    assert width(replace(MODEL, stored=files), dtype="bfloat16") == "bfloat16"
+    assert width(replace(MODEL, stored=files), weights="float16") == "float16"
+    assert width(replace(MODEL, stored=replace(files, packing=Packing(layout="gptq", bits=4, group=32)))) == "float16"
 
 
 def test_auto_is_the_dtype_elsewhere() -> None:
