@@ -8,6 +8,8 @@ from pathlib import Path
 from evals import plots, sweep, sweep_tables, tables
 from evals.compression_table import compression_table, settings_table
 from evals.divergence import divergence_table
+from evals.hybrid_table import MODEL as HYBRID_MODEL
+from evals.hybrid_table import hybrid_table
 from evals.latent_table import cells as latent_cells
 from evals.latent_table import rules_table
 from evals.long_answers import rescoring_table
@@ -24,6 +26,7 @@ from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 NARROW_ROWS = {"bfloat16": "bf16", "int8": "int8", "int4": "int4"}  # of a CPU, with a name for tables
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 LATENT = "latent_"  # of the third (DeepSeek-V3), whose rows hold latents
+HYBRID = "hybrid_accuracy"  # of an LFM2 beside the first model
 
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,
@@ -41,6 +44,7 @@ TABLES: dict[str, Callable[[], str]] = {
     f"{LATENT}accuracy": lambda: tables.accuracy(model=TINY_LATENT_MODEL),
     f"{LATENT}accuracy_fp8": lambda: tables.rows_table({"fp8": "FP8"}, TINY_LATENT_MODEL),
     f"{LATENT}rules": lambda: rules_table(TINY_LATENT_MODEL),
+    HYBRID: hybrid_table,
     **{f"sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name)) for name in sweep.SWEEPS},
     **{f"{DRAFT}sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name, TINY_DRAFT_MODEL))
        for name in sweep.SWEEPS},
@@ -64,6 +68,8 @@ def model_of(section: str) -> Path:
     """The model whose cells a section shows."""
     if section.startswith(LATENT):
         return TINY_LATENT_MODEL
+    if section == HYBRID:
+        return HYBRID_MODEL
     return TINY_DRAFT_MODEL if section.startswith(DRAFT) or section == "accuracy_by_position" else TINY_MODEL
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -16,21 +18,26 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from recipes.hybrid_model import TinyHybridConfig, TinyHybridModel
 from recipes.latent_model import TinyLatentConfig, TinyLatentModel
 from recipes.model import TinyConfig, TinyModel
 
 MAX_POSITIONS = 16384
-LATENT = "deepseek_v3"
+KINDS = {"deepseek_v3": TinyLatentConfig, "lfm2": TinyHybridConfig}  # any other: TinyConfig
+
+AnyModel = TinyModel | TinyLatentModel | TinyHybridModel
 
 
 def build_config(settings: dict[str, Any], vocab_size: int) -> TinyConfig:
     """Shape of a recipe's ``[model]``."""
-    kind = TinyLatentConfig if settings["architecture"] == LATENT else TinyConfig
+    kind = KINDS.get(settings["architecture"], TinyConfig)
     return kind(vocab_size=vocab_size, **settings)
 
 
-def build_model(config: TinyConfig) -> TinyModel | TinyLatentModel:
+def build_model(config: TinyConfig) -> AnyModel:
     """The model to train, with its head start."""
+    if isinstance(config, TinyHybridConfig):
+        return TinyHybridModel(config)
     return TinyLatentModel(config) if isinstance(config, TinyLatentConfig) else TinyModel(config)
 
 
@@ -71,6 +78,16 @@ def transformers_model(config: TinyConfig, tokenizer: PreTrainedTokenizerFast) -
         )
         latent.dtype = torch.float32
         return DeepseekV3ForCausalLM(latent)
+    if isinstance(config, TinyHybridConfig):
+        hybrid = Lfm2Config(
+            layer_types=list(config.layer_types),
+            conv_L_cache=config.conv_taps,
+            block_auto_adjust_ff_dim=False,
+            norm_eps=config.rms_eps,
+            **settings,
+        )
+        hybrid.dtype = torch.float32
+        return Lfm2ForCausalLM(hybrid)
     is_qwen3 = config.architecture == "qwen3"
     plain = (Qwen3Config if is_qwen3 else LlamaConfig)(head_dim=config.head_dim, **settings)
     plain.dtype = torch.float32

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+COMMON = 4.0  # head start: the dimension that all embeddings share, in units of init_std
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyConfig:
@@ -72,7 +74,7 @@ class Attention(nn.Module):
         k = heads(self.k_proj(x), config.num_kv_heads)
         if config.architecture == "qwen3":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         v = heads(self.v_proj(x), config.num_kv_heads)
         repeat = config.num_heads // config.num_kv_heads
         if repeat > 1:
@@ -82,10 +84,18 @@ class Attention(nn.Module):
         return merged
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding, halves convention: x [B, heads, T, E], cos and sin [T, E]."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotations(config: TinyConfig, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the first positions, each [T, E]."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), config.rope_theta**-exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
 
 
 class MLP(nn.Module):
@@ -129,16 +139,56 @@ class Body(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_eps)
 
     def forward(self, ids: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
-        positions = torch.arange(ids.shape[1], dtype=torch.float32)
-        angles = torch.outer(positions, self.config.rope_theta**-exponents)
-        angles = torch.cat((angles, angles), dim=-1)  # [T, E]
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = rotations(self.config, ids.shape[1])
         x: Tensor = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
         out: Tensor = self.norm(x)
         return out
+
+
+def parts(config: TinyConfig) -> tuple[slice, slice, slice]:
+    """Dimensions of the residual stream that the head start calls content (its beginning), near and far."""
+    size, width = config.head_dim, config.hidden_size
+    return slice(0, size), slice(width // 2, width // 2 + size), slice(width - size, width)
+
+
+@torch.no_grad()
+def start_embedding(embedding: Tensor, config: TinyConfig) -> Tensor:
+    """Content in the first half of ``embedding [V, D]``, its dimension 0 common to all tokens; the size of a number."""
+    half = config.hidden_size // 2
+    embedding[:, :half] *= 2**0.5
+    embedding[:, half:] *= 0.1
+    embedding[:, 0] = 0
+    embedding /= embedding.norm(dim=-1, keepdim=True) / embedding.norm(dim=-1).mean()  # or norms are noise
+    embedding[:, 0] = COMMON * config.init_std
+    return embedding.pow(2).mean(-1).sqrt().mean()
+
+
+@torch.no_grad()
+def start_lookup(
+    projections: tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear], config: TinyConfig, rms: Tensor
+) -> None:
+    """Queries, keys, values and output of a layer that compares slots: the slow half of the rotary dimensions does."""
+    size, half = config.head_dim, config.head_dim // 2
+    content, near, far = parts(config)
+    repeat = config.num_heads // config.num_kv_heads
+    eye, std = torch.eye(size), config.init_std * 2**0.5
+    thetas = config.rope_theta ** -(torch.arange(half) / half)
+    q_proj, k_proj, v_proj, o_proj = projections
+    for projection in projections:
+        projection.weight *= 0.1
+    slow = torch.diag((thetas < config.match_theta).float().repeat(2))
+    scale = (config.match_logit * size**0.5 / (slow.sum() * std**2 / (rms * 1.6) ** 2)).sqrt()
+    for head, source in enumerate((content, far, near, far)):
+        q_proj.weight[head * size : (head + 1) * size, source] = slow * scale
+    for head, (source, target) in enumerate(((near, content), (far, slice(size, 2 * size)))):
+        rows = slice(head * size, (head + 1) * size)
+        k_proj.weight[rows, source] = slow * scale
+        v_proj.weight[rows, target] = eye
+        v_proj.weight[:, 0] = 0
+        for query_head in range(repeat * head, repeat * (head + 1)):
+            o_proj.weight[target, query_head * size : (query_head + 1) * size] = eye * config.copy_gain * rms
 
 
 class TinyModel(nn.Module):
@@ -165,20 +215,13 @@ class TinyModel(nn.Module):
         first two heads, far for the others. In the second layer keys read the slots, queries read the content or a
         slot, and what is found there is copied: a token looks for places that had the same tokens shortly before.
         """
-        size, half, width = config.head_dim, config.head_dim // 2, config.hidden_size
-        content, near, far = slice(0, size), slice(width // 2, width // 2 + size), slice(width - size, width)
-        std = config.init_std * 2**0.5
-        common = 4 * config.init_std
-        embedding = self.model.embed_tokens.weight
-        embedding[:, : width // 2] *= 2**0.5
-        embedding[:, width // 2 :] *= 0.1
-        embedding[:, 0] = 0
-        embedding /= embedding.norm(dim=-1, keepdim=True) / embedding.norm(dim=-1).mean()  # or norms are noise below
-        embedding[:, 0] = common
+        size, half = config.head_dim, config.head_dim // 2
+        content, near, far = parts(config)
+        common = COMMON * config.init_std
+        rms = start_embedding(self.model.embed_tokens.weight, config)
 
         # First layer: head h looks h + 1 back. Queries and keys read the common component, turned against each
         # other by the rotary angle of h + 1 positions, so that their product peaks at that distance.
-        rms = embedding.pow(2).mean(-1).sqrt().mean()
         thetas = config.rope_theta ** -(torch.arange(half) / half)
         fast = (thetas > 0.01).float()
         lost_by_neighbour = (1 - thetas.cos()).sum() / size**0.5  # of the score, one token off
@@ -198,20 +241,7 @@ class TinyModel(nn.Module):
             first.v_proj.weight[kv_rows, 0] = 0
             slot = near if head < config.num_heads // 2 else far
             first.o_proj.weight[slot, rows] = eye * rms * 0.7
-        # Second layer: the slow half of the rotary dimensions compares; see above.
-        for projection in (second.q_proj, second.k_proj, second.v_proj, second.o_proj):
-            projection.weight *= 0.1
-        slow = torch.diag((thetas < config.match_theta).float().repeat(2))
-        scale = (config.match_logit * size**0.5 / (slow.sum() * std**2 / (rms * 1.6) ** 2)).sqrt()
-        for head, source in enumerate((content, far, near, far)):
-            second.q_proj.weight[head * size : (head + 1) * size, source] = slow * scale
-        for head, (source, target) in enumerate(((near, content), (far, slice(size, 2 * size)))):
-            rows = slice(head * size, (head + 1) * size)
-            second.k_proj.weight[rows, source] = slow * scale
-            second.v_proj.weight[rows, target] = eye
-            second.v_proj.weight[:, 0] = 0
-            for query_head in range(repeat * head, repeat * (head + 1)):
-                second.o_proj.weight[target, query_head * size : (query_head + 1) * size] = eye * config.copy_gain * rms
+        start_lookup((second.q_proj, second.k_proj, second.v_proj, second.o_proj), config, rms)
         # Norms on queries and keys fix their lengths at sqrt(head_dim), so that their gains set the scores above: the
         # product of two gains times sqrt(head_dim) is the score of equal directions. In the first layer one position
         # off costs previous_logit; in the second a slot holds two tokens, one of them equal is half the direction.

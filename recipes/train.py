@@ -19,19 +19,17 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from recipes.build import build_config, build_model
+from recipes.build import AnyModel, build_config, build_model
 from recipes.chat import CHATS
 from recipes.corpus import Corpus
 from recipes.data import Batch, Encoder, make_batch
 from recipes.export import export
-from recipes.latent_model import TinyLatentModel
-from recipes.model import TinyModel
 from recipes.tokenizer import TokenizerConfig, build_tokenizer
 from snapstream.assets.documents import Style
 
 
 def answer_loss(
-    model: TinyModel | TinyLatentModel, batch: Batch, lm_share: float, lm_weight: float, generator: torch.Generator
+    model: AnyModel, batch: Batch, lm_share: float, lm_weight: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:
     """Loss of a batch and, per family, (answers with every token right, answers)."""
     hidden = model.hidden(batch.ids)[:, :-1]
@@ -55,7 +53,7 @@ def answer_loss(
 
 
 def run_stage(
-    model: TinyModel | TinyLatentModel,
+    model: AnyModel,
     optimizers: list[torch.optim.Optimizer],
     encoder: Encoder,
     recipe: dict[str, Any],
@@ -130,9 +128,7 @@ def run_stage(
                 last_save = now
 
 
-def save(
-    model: TinyModel | TinyLatentModel, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any], workdir: Path
-) -> None:
+def save(model: AnyModel, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any], workdir: Path) -> None:
     """Writes the checkpoint that a later run resumes from."""
     state = {
         "model": model.state_dict(),
@@ -167,7 +163,7 @@ def main() -> None:
     config = build_config(recipe["model"], len(tokenizer))
     model = build_model(config)
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if p.dim() == 1] + [model.model.embed_tokens.weight]
+    others = [p for p in model.parameters() if p.dim() != 2] + [model.model.embed_tokens.weight]
     optimizers = [
         torch.optim.Muon(matrices, weight_decay=recipe["weight_decay"], adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, weight_decay=0.0, betas=(0.9, recipe["beta2"]), fused=True),

@@ -12,6 +12,8 @@ import pytest
 from evals import cells, long_answers, plots, sections, store, sweep, sweep_tables, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
+from evals.hybrid_table import MODEL as HYBRID_MODEL
+from evals.hybrid_table import hybrid_table
 from evals.peer_table import peer_table
 from evals.selectors import Variant
 from evals.sweep import ARM, points_of
@@ -169,6 +171,32 @@ def test_narrow_weights_stand_beside_the_same_prompts_and_nowhere_else(stored: P
     ]
     assert len(sections.cells_of("accuracy_widths")) == 3
     assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")) == before
+
+
+def test_a_hybrid_stands_beside_the_first_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match="not measured"):
+        hybrid_table()
+    scores = {"standard_error": 2.0, "accuracy_after_first_token": None, "row_bytes": 2**17}
+    for model, tasks, of_full, of_cut in (
+        (HYBRID_MODEL, ("kv", "variable"), 80.0, 60.0), (TINY_MODEL, ("kv", "variable", "json"), 100.0, 50.0),
+    ):  # fmt: skip
+        for task in tasks:
+            for name, slots, accuracy in (("full", 2048, of_full), ("snapkv", 512, of_cut)):
+                arm = make_arm(name, slots, 2080, 32)
+                Cell(model=model, task=task, arm=arm, prompt_len=2048, num_prompts=50).write(
+                    scores | {"accuracy": accuracy}, 1.0
+                )
+    extra = make_arm("streaming", 512, 2080, 32)  # an arm that the hybrid was not measured in
+    Cell(model=TINY_MODEL, task="kv", arm=extra, prompt_len=2048, num_prompts=50).write(scores | {"accuracy": 1.0}, 1.0)
+    assert hybrid_table().splitlines()[2:] == [
+        "| slots | cache | model | kv | variable | kept |",
+        "|---|---|---|---|---|---|",
+        "| all | full attention | LFM2, 2 of 6 layers cut | 80.0 ± 2.0 | 80.0 ± 2.0 | 100.0 % |",
+        "| all | full attention | Llama, 4 of 4 | 100.0 ± 2.0 | 100.0 ± 2.0 | 100.0 % |",
+        "| 1/4 | SnapKV as published | LFM2, 2 of 6 layers cut | 60.0 ± 2.0 | 60.0 ± 2.0 | 75.0 % |",
+        "| 1/4 | SnapKV as published | Llama, 4 of 4 | 50.0 ± 2.0 | 50.0 ± 2.0 | 50.0 % |",
+    ]
 
 
 def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

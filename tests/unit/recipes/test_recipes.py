@@ -79,10 +79,10 @@ def test_stages_make_sequences_with_answers(recipe: Any) -> None:
             assert any(answers for _, answers in made), (stage["name"], task)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "deepseek_v3", "lfm2"])
 def test_the_exported_model_is_the_trained_one(architecture: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    folder = "tiny_latent" if architecture == "deepseek_v3" else "tiny"
+    folder = {"deepseek_v3": "tiny_latent", "lfm2": "tiny_hybrid"}.get(architecture, "tiny")
     values = tomllib.loads((RECIPES / folder / "recipe.toml").read_text())
     tokenizer = build_tokenizer(TokenizerConfig(**values["tokenizer"]))
     config = build_config({**values["model"], "architecture": architecture}, len(tokenizer))
