@@ -78,8 +78,8 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     """Random weights of a dense Llama, Qwen3 or LFM2 with tied embeddings: ``settings`` as in config.json.
 
-    Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 the embedding, which is the output too,
-    is q6_k, as llama.cpp's own files have it.
+    Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 and q4_k_m the embedding, which is the
+    output too, is q6_k as in llama.cpp's own files, and of q4_k_m some values and down projections.
     """
     import gguf
     import numpy
@@ -103,14 +103,15 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
             return writer.add_tensor(name, numbers.astype(numpy.float16), raw_dtype=own)
         length, num_bytes = gguf.GGML_QUANT_SIZES[own]
         blocks = random.integers(0, 256, (rows, cols // length, num_bytes), dtype=numpy.uint8)
-        scale = slice(-2, None) if kind == "q6_k" else slice(0, 2)
-        blocks[..., scale] = numpy.array([{"q4_0": 4e-3, "q8_0": 3e-4, "q6_k": 1e-5}[kind]], numpy.float16).view("u1")
+        factors = {"q4_0": [4e-3], "q8_0": [3e-4], "q6_k": [1e-5], "q4_k": [1e-4, 7.5e-4]}[kind]
+        scale = slice(-2, None) if kind == "q6_k" else slice(0, 2 * len(factors))
+        blocks[..., scale] = numpy.array(factors, numpy.float16).view("u1")
         writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=own)
 
     def add_norm(name: str, count: int) -> None:
         writer.add_tensor(name, numpy.ones(count, numpy.float32), raw_dtype=types.F32)
 
-    add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind == "q4_0" else kind)
+    add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind in ("q4_0", "q4_k_m") else kind)
     add_norm("token_embd_norm.weight" if kind_of_model == "lfm2" else "output_norm.weight", hidden)
     mlp = [("ffn_gate", inner, hidden), ("ffn_up", inner, hidden), ("ffn_down", hidden, inner)]
     attention = [("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
@@ -119,7 +120,10 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     for layer in layers:
         start = f"blk.{layer}."
         for name, rows, cols in (*(attention if layer in full else convolution), *mlp):
-            add(f"{start}{name}.weight", rows, cols)
+            own = kind
+            if kind == "q4_k_m":
+                own = "q6_k" if name in ("attn_v", "ffn_down") and has_more_bits(layer, len(layers)) else "q4_k"
+            add(f"{start}{name}.weight", rows, cols, own)
         norms = {"attn_norm": hidden, "ffn_norm": hidden}
         if layer not in full:
             taps = random.standard_normal((hidden, settings["conv_L_cache"]), dtype=numpy.float32)
@@ -129,6 +133,12 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
         for name, count in norms.items():
             add_norm(f"{start}{name}.weight", count)
     _end(writer)
+
+
+def has_more_bits(layer: int, num_layers: int) -> bool:
+    """Whether llama.cpp's Q4_K_M has Q6_K in a layer: the first and the last eighth, and every third between."""
+    eighth = num_layers // 8
+    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
 
 
 def _begin(settings: dict[str, Any], file: Path, architecture: str) -> Any:

@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, metavar="PATH")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES)[:4])
-    parser.add_argument("--kinds", nargs="+", choices=("f16", "q8_0", "q4_0"), default=["q4_0"])
+    parser.add_argument("--kinds", nargs="+", choices=("f16", "q8_0", "q4_0", "q4_k_m"), default=["q4_0"])
     parser.add_argument("--depths", nargs="+", type=int, default=[])
     parser.add_argument("--repetitions", type=int, default=2, help="of each test, after one that does not count")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,11 +14,12 @@ from typing import Literal, cast, get_args
 from snapstream.config.values import DTYPE_BYTES, DType, check
 
 QuantizedDType = Literal["int8", "int4"]
-WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "fp8", "mxfp4"]  # the last two: stored
+# The last three only as checkpoints have them.
+WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "uint4", "fp8", "mxfp4"]
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 ActivationOption = Literal["auto", "dtype", "int8"]
 
-QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
+QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
 MXFP4_GROUP = 32  # numbers along the input that share a power of two
@@ -33,7 +35,7 @@ class WeightFormat:
     """How one matrix is stored."""
 
     dtype: WeightDType
-    group: int = 0  # of int8 and int4: numbers along the input that share a scale
+    group: int = 0  # of int8, int4 and uint4: numbers along the input that share a scale, of uint4 a minimum too
     # Whether decode rounds the inputs of its GEMMs: with quantized values to int8, per token and group, with bf16 to
     # bf16.
     rounds_inputs: bool = False
@@ -67,6 +69,11 @@ class WeightFormat:
         return self.dtype == "mxfp4"
 
     @property
+    def is_uint4(self) -> bool:
+        """Integers of four bits without a sign, with a scale and a minimum per group."""
+        return self.dtype == "uint4"
+
+    @property
     def bits(self) -> int:
         """Of a number, without its share of a scale."""
         return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
@@ -78,7 +85,7 @@ class WeightFormat:
             return (
                 count + prod(shape[:-2]) * prod(-(-size // FP8_BLOCK) for size in shape[-2:]) * DTYPE_BYTES["float32"]
             )
-        scale_bytes = 1 if self.is_mxfp4 else SCALE_BYTES
+        scale_bytes = 1 if self.is_mxfp4 else 2 * SCALE_BYTES if self.is_uint4 else SCALE_BYTES
         return count * self.bits // 8 + (count // self.group * scale_bytes if self.is_quantized else 0)
 
     def describe(self) -> str:
@@ -97,6 +104,7 @@ class WeightFormats:
     attention: WeightFormat | None = None  # the matrices around attention; None: as the other ones of a layer
     # What prefill rounds inputs of the layers' GEMMs to, where a CPU is faster at it: int8 per token and group.
     prefill_inputs: Literal["bfloat16", "int8"] | None = None
+    own: tuple[WeightFormat, ...] = ()  # that matrices of the checkpoint keep, see ``StoredWeights.own``
 
     @classmethod
     def of(cls, width: str, group: int = DEFAULT_GROUP) -> WeightFormats:
@@ -114,7 +122,9 @@ class WeightFormats:
         for name, form in named.items():
             if form is not None and form.describe() != self.layers.describe():
                 others.setdefault(form.describe(), []).append(name)
-        words = ", ".join([self.layers.describe(), *(f"{', '.join(names)} {form}" for form, names in others.items())])
+        kept = " and ".join(form.describe() for form in self.own)
+        first = f"{kept} as stored, other layers {self.layers.describe()}" if kept else self.layers.describe()
+        words = ", ".join([first, *(f"{', '.join(names)} {form}" for form, names in others.items())])
         prefill = {"bfloat16": "bf16", "int8": "int8", None: ""}[self.prefill_inputs]
         decode = ("int8" if self.layers.is_quantized else "bf16") if self.layers.rounds_inputs else ""
         if prefill == decode:
@@ -132,7 +142,8 @@ class WeightFormats:
 
     def _each(self, change: Callable[[WeightFormat], WeightFormat]) -> WeightFormats:
         attention = None if self.attention is None else change(self.attention)
-        return replace(self, layers=change(self.layers), tables=change(self.tables), attention=attention)
+        own = tuple(map(change, self.own))
+        return replace(self, layers=change(self.layers), tables=change(self.tables), attention=attention, own=own)
 
 
 def _form(width: str, group: int) -> WeightFormat:
@@ -160,6 +171,14 @@ class Packing:
         return words + " with zero points" * self.has_zeros + " in activation order" * self.has_order
 
 
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
+
+
+def stack_name(name: str) -> str:
+    """The name of a checkpoint tensor without the number of its expert."""
+    return _EXPERT.sub("", name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredWeights:
     """How a checkpoint stores its matrices, as far as its config.json or the headers of its files say."""
@@ -171,6 +190,10 @@ class StoredWeights:
     packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
     dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
     in_sub_blocks: tuple[str, ...] = ()  # of those that are int8 in groups of ``SUB_BLOCK`` above
+    # Formats of single matrices where ``quantized`` or ``tables`` is None: each with ``stack_name`` of those in it; and
+    # the names among ``dequantized`` that are kept in them.
+    own: tuple[tuple[WeightFormat, frozenset[str]], ...] = ()
+    in_own: tuple[str, ...] = ()
     has_float_dense: bool = False  # matrices with ``TensorSpec.is_dense`` are floats beside quantized ones
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
@@ -178,6 +201,11 @@ class StoredWeights:
         if is_attention and self.quantized is not None and self.quantized.is_mxfp4:
             return None
         return (self.attention or self.quantized) if is_attention else self.quantized
+
+    def own_format(self, name: str) -> WeightFormat | None:
+        """Of ``own``, by the name of a checkpoint tensor."""
+        own = stack_name(name) if self.own else name
+        return next((form for form, names in self.own if own in names), None)
 
     @property
     def has_sub_blocks(self) -> bool:
@@ -191,7 +219,8 @@ class StoredWeights:
         kept = [form for form in (formats.layers, formats.attention, formats.tables) if form and form.group]
         wanted = {form.group for form in (self.quantized, self.attention, self.tables) if form is not None}
         more = SUB_BLOCK in wanted and all(form.group != SUB_BLOCK for form in kept)
-        return tuple(sorted({*self.dequantized, *(self.in_sub_blocks if more else ())}))
+        names = {*self.dequantized, *(self.in_sub_blocks if more else ())}
+        return tuple(sorted(names - {*self.in_own} if formats.own else names))
 
     def describe_quantized(self) -> str:
         """In a few words; only of a quantised checkpoint."""

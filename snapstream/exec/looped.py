@@ -124,7 +124,8 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     attended = heads * (model.widest_head if latent is None else max(model.head_dim, latent.value_dim))
     q_rank = 0 if latent is None else latent.q_rank or 0
     inner, outer = _recurrent_sizes(model)
-    widest = max(model.hidden_size, model.widest_inner, attended, q_rank, outer) + _ALIGN
+    inputs = 2 if model.stored.own else 1  # in a layer whose q, k and v differ in their formats
+    widest = max(inputs * model.hidden_size, model.widest_inner, attended, q_rank, outer) + _ALIGN
     gates = heads if model.has_attention_gate else 0
     projected = inner
     if latent is None:

@@ -52,7 +52,7 @@ from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import bias_of_sum, expert_bias_of_sum
-from snapstream.models.matrix import MakeMatrix
+from snapstream.models.matrix import JoinedMatrix, MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.recurrent import in_scales
 from snapstream.models.rope import Rope
@@ -141,6 +141,7 @@ def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
         }  # fmt: skip
         stacks = {name: _layer_stack(weights, name) for name in biases}
         stacks |= {f"per_layer_{name}": _layer_stack(weights, f"per_layer_{name}") for name in ("in", "gate", "out")}
+        stacks["qkv_rest"] = _layer_stack(weights, "qkv", 1)
         scale = 1.0 if config.has_unscaled_scores else head_dim**-0.5
         yield LayerParts(
             kv_heads=kv_heads, head_dim=head_dim, inner=config.inner_of(index), source=config.source_of(index),
@@ -152,11 +153,15 @@ def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
         )  # fmt: skip
 
 
-def _layer_stack(weights: LayerWeights, name: str) -> Stack:
-    """A matrix of a layer; zeros if it has none."""
+def _layer_stack(weights: LayerWeights, name: str, part: int = 0) -> Stack:
+    """A matrix of a layer, or one of those that are joined to it; zeros if it has none."""
     matrix = weights.matrices.get(name)
     if matrix is None or len(matrix.shape) != 2:
         return Stack()
+    parts = matrix.parts if isinstance(matrix, JoinedMatrix) else (matrix,)
+    if part == len(parts):
+        return Stack()
+    matrix = parts[part]
     if not isinstance(matrix, PanelMatrix):
         raise ValueError(f"executor 'looped' reads weights in panels, and {name} is stored row by row")
     return matrix.stack

@@ -1,4 +1,4 @@
-"""Weights as small integers in groups: the meaning of int8 and int4, in plain PyTorch. Faster versions equal this.
+"""Weights as small integers in groups: int8, int4 and uint4 in plain PyTorch, which faster versions equal.
 
 Along the input of a matrix every ``group`` numbers share a scale in fp16, and a number is ``(code - offset) * scale``.
 Codes are unsigned: of 8 bits with an offset of 128, of 4 bits with one of 8, two to a byte, the first in the low half.
@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 SCALE_DTYPE = torch.float16
+
+
+def scale_dtype(dtype: str) -> torch.dtype:
+    """Of the scales of weights in ``dtype``, int8, int4, uint4 or mxfp4."""
+    return {"mxfp4": torch.uint8, "uint4": torch.int32}.get(dtype, SCALE_DTYPE)
 
 
 def largest_value(bits: int) -> int:
@@ -43,6 +48,33 @@ def dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """The numbers ``[..., in]`` fp32 that ``codes [..., in * bits / 8]`` and ``scales [..., in / group]`` stand for."""
     numbers = unpack(codes, bits).to(torch.float32).sub_(2 ** (bits - 1))
     return numbers.unflatten(-1, (scales.shape[-1], -1)).mul_(scales.to(torch.float32)[..., None]).flatten(-2)
+
+
+# uint4: a number is ``code * scale + minimum``; codes of four bits are stored as those of int4. Scale and minimum of a
+# group are fp16, side by side in an int32 of the tensor that has the scales of other formats.
+
+
+def join_scales(scales: Tensor, minimums: Tensor) -> Tensor:
+    """Scales of uint4 ``[..., n]`` int32, of scales and minimums ``[..., n]`` of any float dtype."""
+    return torch.stack((scales, minimums), -1).to(SCALE_DTYPE).view(torch.int32).squeeze(-1)
+
+
+def dequantize_uint4(codes: Tensor, scales: Tensor) -> Tensor:
+    """The numbers ``[..., in]`` fp32 of ``codes [..., in / 2]`` uint8 and ``scales [..., in / group]`` int32."""
+    own = scales.contiguous().view(SCALE_DTYPE).unflatten(-1, (-1, 2)).float()  # [..., in / group, 2]
+    numbers = unpack(codes, 4).float().unflatten(-1, (scales.shape[-1], -1))
+    return numbers.mul_(own[..., :1]).add_(own[..., 1:]).flatten(-2)
+
+
+def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of ``x [..., in]``: the least number of a group is code 0, the greatest 15."""
+    groups = x.float().unflatten(-1, (-1, group))
+    least, most = groups.aminmax(dim=-1)
+    scales = join_scales((most - least) / 15, least)
+    own = scales.view(SCALE_DTYPE).unflatten(-1, (-1, 2)).float()
+    divisor = torch.where(own[..., :1] == 0, torch.inf, own[..., :1])
+    codes = ((groups - own[..., 1:]) / divisor).round_().clamp_(0, 15)
+    return pack(codes.flatten(-2).to(torch.uint8), 4), scales
 
 
 # MXFP4 (OCP Microscaling Formats 1.0): codes of four bits, sign, two of the exponent, one of the fraction, and a scale

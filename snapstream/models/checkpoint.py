@@ -32,16 +32,16 @@ from snapstream.kernels.groups import (
     AWQ_ORDER,
     MXFP4_NAN,
     SCALE_DTYPE,
-    dequantize,
     largest_value,
     pack,
     quantize,
+    scale_dtype,
     unpack_words,
 )
 from snapstream.models import gguf
 from snapstream.models.config_json import read_object
 from snapstream.models.gguf_header import first_file, is_gguf, split_files
-from snapstream.models.matrix import MakeMatrix, decode, make_matrix
+from snapstream.models.matrix import MakeMatrix, decode, encode, make_matrix
 from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
 from snapstream.models.registry import FAMILIES, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
@@ -209,7 +209,7 @@ def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Exp
         )
     return {
         name + PACKED: ((num_out, num_in * form.bits // 32), ("I32",)),
-        name + SCALES: ((num_out, num_in // form.group), FLOAT_DTYPES),
+        name + SCALES: ((num_out, num_in // form.group), ("I32",) if form.is_uint4 else FLOAT_DTYPES),
         name + SHAPE: ((2,), ("I64", "I32")),
     }
 
@@ -379,7 +379,7 @@ def load_weights(
                     if own not in cuts:
                         continue
                     cut, part = cuts[own], cuts[own].part
-                    spec, quantized = specs[part.target], _stored_format(specs[part.target], config)
+                    spec, quantized = specs[part.target], _stored_format(own, specs[part.target], config)
                     if spec.is_quantized and config.stored.packing is not None:
                         bounds |= _fill_packing(weights, own, cut, config, manifest)
                     elif quantized is not None:
@@ -417,8 +417,8 @@ def _fill_quantized(
         bounds = {own: _block_bounds(values, scales)}
     else:
         values = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
-        scales = read_scales(own, outer, form.group, manifest).to(SCALE_DTYPE)
-        bounds = {own + SCALES: _minmax(scales)}
+        scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
+        bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
     target = weights.matrices[part.target].form
     if outer == cut and (not target.is_quantized or (target.dtype, target.group) == (form.dtype, form.group)):
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
@@ -479,18 +479,17 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
     if rounded is None or rounded.is_fp8:
         return read_part(shard, name, cut.slices)
     outer = cut.aligned((1, rounded.group))
-    values = quantize(read_part(shard, name, outer.slices), rounded.bits, rounded.group)
-    return dequantize(*values, rounded.bits)[cut.within(outer)]
+    values = encode(read_part(shard, name, outer.slices), rounded)
+    return decode(*values, rounded)[cut.within(outer)]
 
 
 def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     """The stored tensors by name; ValueError unless they are exactly this model's."""
     manifest = read_manifest(folder, config)
     specs = tensor_specs(config)
-    forms = {name: _stored_format(spec, config) for name, spec in specs.items()}
     needed: dict[str, Expected] = {}
     for part in checkpoint_parts(specs, config.num_layers):
-        form = forms[part.target]
+        form = _stored_format(part.name, specs[part.target], config)
         if config.stored.packing is not None and specs[part.target].is_quantized:
             needed |= packing_tensors(part.name, part.shape, config.stored.packing)
             continue
@@ -500,8 +499,10 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     return manifest
 
 
-def _stored_format(spec: TensorSpec, config: ModelConfig) -> WeightFormat | None:
-    """The format in the files if it is quantized there."""
+def _stored_format(name: str, spec: TensorSpec, config: ModelConfig) -> WeightFormat | None:
+    """The format in the files of a part of ``spec`` if it is quantized there."""
+    if (own := config.stored.own_format(name)) is not None:
+        return own
     if spec.is_matrix and not spec.per_layer:
         return config.stored.tables
     if spec.is_dense and config.stored.has_float_dense:

@@ -1,24 +1,25 @@
 """GGUF files as models: their tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
-beside them as int8. Q6_K is int8 in groups of 16, the same integers: their scales, products of two numbers in the file,
-are rounded to fp16. They appear here as ``pack-quantized`` tensors (``checkpoint.py``), experts of gpt-oss as MXFP4.
-Other types are dequantized, by the ``gguf`` package, whose arithmetic is that of ggml. Files are mapped, and read slice
-by slice.
+beside them as int8; Q4_K and Q4_1 as uint4, which has minimums. Q6_K is int8 in groups of 16. Scales of K-quants,
+products of two numbers in the file, are rounded to fp16. They appear here as ``pack-quantized`` tensors
+(``checkpoint.py``), experts of gpt-oss as MXFP4. Other types are dequantized, by the ``gguf`` package, whose arithmetic
+is that of ggml. Files are mapped, and read slice by slice.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
-from snapstream.config.weights import SUB_BLOCK
+from snapstream.config.weights import SUB_BLOCK, stack_name
 from snapstream.models.gguf_header import FLOATS, Tensor, first_file
 from snapstream.models.gguf_settings import ROPE_TABLES, Model, open_model, settings_of
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 
 IN_INT4, IN_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "Q6_K"}
 GROUP = 32
+_INT8, _UINT4 = WeightFormat(dtype="int8", group=GROUP), WeightFormat(dtype="uint4", group=GROUP)
+OWN = {  # formats that hold the integers of a type
+    "Q4_0": WeightFormat(dtype="int4", group=GROUP), "Q4_1": _UINT4, "Q4_K": _UINT4, "Q5_0": _INT8, "Q8_0": _INT8,
+    "IQ4_NL": _INT8, "Q6_K": WeightFormat(dtype="int8", group=SUB_BLOCK),
+}  # fmt: skip
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
@@ -64,10 +70,15 @@ def _groups(model: Model) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {"attention": set(), "layers": set(), "tables": set()}
     for stored, name in _names(model).items():
         tensor = model.tensors[stored]
-        is_float = name.endswith((*_DENSE, ".attn_k_b.weight", ".attn_v_b.weight")) or ".indexer." in name
-        if len(tensor.shape) > 1 and name.endswith("weight") and not is_float:
+        if _is_matrix(name, tensor):
             found[_group_of(name)].add(tensor.kind)
     return found
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether it has a format like the matrices of layers, or is a table."""
+    is_float = name.endswith((*_DENSE, ".attn_k_b.weight", ".attn_v_b.weight")) or ".indexer." in name
+    return len(tensor.shape) > 1 and name.endswith("weight") and not is_float
 
 
 def _group_of(name: str) -> str:
@@ -75,7 +86,9 @@ def _group_of(name: str) -> str:
 
 
 def _stored(model: Model) -> StoredWeights:
-    """How matrices are read: those of the layers keep their values if all of them can, and so do the tables."""
+    """How matrices are read: those of the layers keep their values in one format if all of them can, and so do the
+    tables; else those that can keep their values each have one of their own.
+    """
     groups = _groups(model)
     if model.architecture.merged:
         return _stored_mxfp4(model, groups)
@@ -87,11 +100,54 @@ def _stored(model: Model) -> StoredWeights:
     kept |= {"tables"} if tables else set()
     rest = set().union(*(kinds for name, kinds in groups.items() if name not in kept))
     in_sub_blocks = set().union(*(groups[name] for name in kept if "Q6_K" in groups[name]))
+    own, others = _own_types(model, groups.keys() - kept)
+    by_form: dict[WeightFormat, set[str]] = {}
+    for name, kind in own.items():
+        by_form.setdefault(OWN[kind], set()).add(name)
     return StoredWeights(
+        own=tuple((form, frozenset(names)) for form, names in by_form.items()),
+        in_own=tuple(sorted({*own.values()} - others)),
         dtype=_float_dtype(rest), quantized=layers, attention=None if attention == layers else attention,
         tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())), in_sub_blocks=tuple(sorted(in_sub_blocks)),
         has_float_dense=layers is not None,
     )  # fmt: skip
+
+
+_BY_LAYER = re.compile(r"model\.layers\.\d+\.(self_attn\.(qkv|o)|mlp\.(gate_up|down))(_proj)?")
+
+
+def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], set[str]]:
+    """Types of the matrices of these ``groups`` that integers hold, by ``stack_name``; and types of the others.
+
+    Others are also parts of what is one matrix here, of too many types (``tensors.in_own_formats``): gate and up must
+    have one, q, k and v two of which one follows the other, experts and recurrent layers one in all layers.
+    """
+    kinds: dict[str, set[str]] = {}
+    for name, tensors, _, _ in _tensors(model):
+        if _is_matrix(name, tensors[0]) and _group_of(name) in groups:
+            kinds.setdefault(stack_name(name), set()).update(tensor.kind for tensor in tensors)
+    parts: dict[str, list[str]] = {}  # by the matrix
+    for name in kinds if _keeps_groups(model) else ():
+        parts.setdefault(_matrix_of(model, name), []).append(name)
+    found: dict[str, str] = {}
+    for matrix, names in parts.items():
+        names.sort(key=lambda name: "qkv".find(name.rpartition("_proj")[0][-1:]))
+        changes = sum(kinds[one] != kinds[next_one] for one, next_one in pairwise(names))
+        if changes <= matrix.endswith(".qkv"):
+            found |= {name: next(iter(kinds[name])) for name in names if len(kinds[name]) == 1}
+    found = {name: kind for name, kind in found.items() if kind in OWN}
+    return found, set().union(*(own for name, own in kinds.items() if name not in found))
+
+
+def _matrix_of(model: Model, name: str) -> str:
+    """A name for the matrix, of one layer or all, of which a tensor of the checkpoint is a part."""
+    experts, whole = model.architecture.experts, name.removesuffix(".weight")
+    for gate, up in (("gate_proj", "up_proj"), (experts.gate, experts.up)):
+        if whole.endswith((f".{gate}", f".{up}")):
+            whole = f"{whole.rpartition('.')[0]}.gate_up"
+    if re.search(r"self_attn\.[qkv]_proj$", whole) and "attention.kv_lora_rank" not in model.own:
+        whole = f"{whole.rpartition('.')[0]}.qkv"
+    return whole if _BY_LAYER.fullmatch(whole) else re.sub(r"\.layers\.\d+", "", whole)
 
 
 def _keeps_groups(model: Model) -> bool:
@@ -206,7 +262,8 @@ def _views(model: Model) -> dict[str, View]:
         count = len(rows) if rows is not None else sum(one.shape[-2] for one in tensors)
         shape = (*shape[:-2], count, shape[-1])
         group = _group_of(name)
-        form = stored.tables if group == "tables" else stored.format_of(is_attention=group == "attention")
+        form = stored.own_format(name)
+        form = form or (stored.tables if group == "tables" else stored.format_of(is_attention=group == "attention"))
         kinds = {one.kind for one in tensors}
         if form is None or len(shape) != 2 or kinds & FLOATS.keys() or name.endswith(_DENSE):
             dtype = tensor.kind if kinds <= {tensor.kind} & FLOATS.keys() else "F32"
@@ -214,7 +271,7 @@ def _views(model: Model) -> dict[str, View]:
             continue
         own = {
             "_packed": ("codes", (count, shape[1] * form.bits // 32), "I32"),
-            "_scale": ("scales", (count, shape[1] // form.group), "F16"),
+            "_scale": ("scales", (count, shape[1] // form.group), "I32" if form.is_uint4 else "F16"),
             "_shape": ("shape", (2,), "I64"),
         }
         for suffix, (part, size, dtype) in own.items():
@@ -492,14 +549,18 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scales ``[..., n]`` fp16 and whole numbers ``[..., n, 32]`` int8 of rows of n blocks; Q6_K ``[..., n, 16]``."""
+    """Scales ``[..., n]`` fp16 and whole numbers ``[..., n, 32]`` int8 of rows of n blocks; Q6_K ``[..., n, 16]``. Q4_K
+    and Q4_1 have the scales of uint4 (``kernels/groups.py``), and numbers from -8, which is code 0.
+    """
     import numpy
 
-    if kind == "Q6_K":
-        return _sub_blocks_of(data)
-    size = {"Q8_0": 34, "Q4_0": 18, "IQ4_NL": 18, "Q5_0": 22}[kind]
+    if kind in ("Q6_K", "Q4_K"):
+        return _sub_blocks_of(data) if kind == "Q6_K" else _blocks_of_q4_k(data)
+    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "IQ4_NL": 18, "Q5_0": 22}[kind]
     blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
-    scales = numpy.ascontiguousarray(blocks[..., :2]).view(numpy.float16)[..., 0]
+    has_minimum = kind == "Q4_1"
+    heads = numpy.ascontiguousarray(blocks[..., : 4 if has_minimum else 2])
+    scales: np.ndarray[Any, Any] = heads.view(numpy.int32 if has_minimum else numpy.float16)[..., 0]
     rest = blocks[..., 2:]
     if kind == "Q8_0":
         return scales, rest.view(numpy.int8)
@@ -529,6 +590,27 @@ def _sub_blocks_of(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np
         rounded = products.astype(numpy.float16)
     shape = (*data.shape[:-1], -1)
     return rounded.reshape(shape), values.view(numpy.int8).reshape(*shape, SUB_BLOCK) - numpy.int8(32)
+
+
+def _blocks_of_q4_k(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """A block of 256 numbers has what scales and minimums are times, fp16 each; 8 scales and 8 minimums of 6 bits in 12
+    bytes; and the numbers, 64 in 32 bytes, the first half in the lower halves. Minimums are subtracted.
+    """
+    import numpy
+
+    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, 144)
+    factors = numpy.ascontiguousarray(blocks[..., :4]).view(numpy.float16).astype(numpy.float32)  # [..., 2]
+    first, second, last = numpy.split(
+        blocks[..., 4:16], 3, -1
+    )  # of blocks 0 to 3: scales, minimums; of the others both
+    scales = numpy.concatenate((first & 63, last & 15 | first >> 6 << 4), -1)
+    minimums = numpy.concatenate((second & 63, last >> 4 | second >> 6 << 4), -1)
+    lines = numpy.stack((scales, minimums), -1) * (factors * numpy.array((1, -1), numpy.float32))[..., None, :]
+    with numpy.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when all of it is read
+        joined = lines.astype(numpy.float16).view(numpy.int32)[..., 0]
+    values = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 1, 32) >> numpy.array([[0], [4]], dtype=numpy.uint8) & 15
+    shape = (*data.shape[:-1], -1)
+    return joined.reshape(shape), values.view(numpy.int8).reshape(*shape, GROUP) - numpy.int8(8)
 
 
 def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:

@@ -1,15 +1,15 @@
-"""Matrices of a model in memory: row-major, in one of eight formats (``WeightFormat``).
+"""Matrices of a model in memory: row-major, in one of nine formats (``WeightFormat``).
 
-``encode`` and ``decode`` define a quantized format: int8, int4 and MXFP4 groups (``kernels/groups.py``), and FP8 blocks
-of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its product
-and never see the storage. Low precision is dequantized block by block before it is multiplied, on any device; for few
-tokens kernels may read the quantized values. ``panels.py`` has the layout of the looped library. Prefill dequantizes a
-layer once (``DequantizedLayer``).
+``encode`` and ``decode`` define a quantized format: int8, int4, uint4 and MXFP4 groups (``kernels/groups.py``), and FP8
+blocks of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its
+product and never see the storage. Low precision is dequantized block by block before it is multiplied, on any device;
+for few tokens kernels may read the quantized values. ``panels.py`` has the layout of the looped library. Prefill
+dequantizes a layer once (``DequantizedLayer``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Self, cast
 
@@ -37,6 +37,8 @@ def encode(numbers: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """Quantized values and scales of a matrix ``[out, in]``."""
     if form.is_mxfp4:
         return groups.quantize_mxfp4(numbers, form.group)
+    if form.is_uint4:
+        return groups.quantize_uint4(numbers, form.group)
     return quantize(numbers) if form.is_fp8 else groups.quantize(numbers, form.bits, form.group)
 
 
@@ -46,6 +48,8 @@ def decode(values: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
         return reference.dequantize_blocks(values, scales)
     if form.is_mxfp4:
         return groups.dequantize_mxfp4(values, scales)
+    if form.is_uint4:
+        return groups.dequantize_uint4(values, scales)
     return groups.dequantize(values, scales, form.bits)
 
 
@@ -65,7 +69,7 @@ class Matrix:
     ) -> None:
         """``data [..., out, in]``: floats, by default of the format that their dtype is; e4m3 with ``scales
         [..., ceil(out / 128), ceil(in / 128)]`` fp32; or uint8 of ``in * bits / 8`` with fp16 ``scales [..., out, in /
-        group]``. ``dtype`` is that of the computation, by default that of ``data``.
+        group]``, of uint4 int32. ``dtype`` is that of the computation, by default that of ``data``.
         """
         self.data, self.scales = data, scales
         self.form = form or WeightFormat(dtype=cast(WeightDType, str(data.dtype).removeprefix("torch.")))
@@ -138,6 +142,8 @@ class Matrix:
             self.fill(reference.dequantize_blocks(values, scales))
         elif scales.dtype == torch.uint8:
             self.fill(groups.dequantize_mxfp4(values, scales))
+        elif scales.dtype == torch.int32:
+            self.fill(groups.dequantize_uint4(values, scales))
         else:
             self.fill(groups.dequantize(values, scales, 8 * values.shape[-1] // self.shape[-1]))
 
@@ -167,7 +173,7 @@ class Matrix:
                 ends = torch.full((1,), len(x), dtype=torch.int32, device=x.device)
                 out = kernels.grouped_linear(x, self.data[None], self.scales[None], ends)
                 return out if bias is None else out.add_(bias)
-            if kernels.code_linear is not None and not self.form.is_mxfp4:
+            if kernels.code_linear is not None and self.scales.dtype == groups.SCALE_DTYPE:
                 return kernels.code_linear(x, self.data, self.scales, bias)
         parts = [
             F.linear(x, self[start:stop].dense(), None if bias is None else bias[start:stop])
@@ -285,6 +291,38 @@ class Matrix:
         return [(start, min(start + rows, num_out)) for start in range(0, num_out, rows)]
 
 
+class JoinedMatrix(Matrix):
+    """Matrices ``[out, in]`` one below the other, in formats of their own."""
+
+    def __init__(self, parts: Sequence[Matrix]) -> None:
+        super().__init__(parts[0].data, parts[0].scales, parts[0].form, parts[0].dtype)
+        self.parts = tuple(parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def dense(self) -> Tensor:
+        return torch.cat([part.dense() for part in self.parts])
+
+    def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        sizes = [part.shape[0] for part in self.parts]
+        biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+        return torch.cat([part.multiply(x, own, kernels) for part, own in zip(self.parts, biases, strict=True)], -1)
+
+    def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
+        return self.multiply(kernels.normed(given), bias, kernels)
+
+
+def joined(parts: Sequence[Matrix]) -> Matrix:
+    """One matrix of the rows of all."""
+    return parts[0] if len(parts) == 1 else JoinedMatrix(parts)
+
+
 def _activated(gate_up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
     """``gate_up [T, 2I]`` (gate | up), with ``relu2`` ``[T, I]``, to ``[T, I]``."""
     if activation == "relu2":
@@ -332,7 +370,7 @@ def make_matrix(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, 
         return Matrix(torch.empty(shape, dtype=FP8.dtype, device=device), scales, form, dtype)
     if form.is_quantized:
         values = torch.empty((*shape[:-1], shape[-1] * form.bits // 8), dtype=torch.uint8, device=device)
-        scale_dtype = torch.uint8 if form.is_mxfp4 else groups.SCALE_DTYPE
+        scale_dtype = groups.scale_dtype(form.dtype)
         scales = torch.empty((*shape[:-1], shape[-1] // form.group), dtype=scale_dtype, device=device)
         return Matrix(values, scales, form, dtype)
     stored = getattr(torch, form.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ from snapstream.models.qwen_next import (
     QWEN3_NEXT,
 )
 from snapstream.models.smollm import SMOLLM3
-from snapstream.models.tensors import TensorSpecs
+from snapstream.models.tensors import TensorSpecs, in_own_formats
 from snapstream.types import MAX_END_TOKEN_IDS
 
 FAMILIES: Registry[Family] = Registry(
@@ -124,9 +125,15 @@ def kv_spec_of(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") ->
     return FAMILIES.get(config.architecture).kv_spec(config, dtype, kv_dtype)
 
 
+@lru_cache(maxsize=64)
+def _specs_in_own_formats(config: ModelConfig) -> TensorSpecs:
+    specs = FAMILIES.get(config.architecture).tensors(config)
+    return in_own_formats(specs, config.stored, config.num_layers)
+
+
 def tensor_specs(config: ModelConfig) -> TensorSpecs:
     """Every stored tensor of a model by name."""
-    specs = FAMILIES.get(config.architecture).tensors(config)
+    specs = _specs_in_own_formats(config) if config.stored.own else FAMILIES.get(config.architecture).tensors(config)
     return {**specs, **{name: replace(specs[name], is_float=True) for name in config.float_tensors}}
 
 

@@ -58,6 +58,8 @@ def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None
     plain = WeightFormats.of(spec.dtype or dtype).layers
     if formats is None or not spec.is_matrix or spec.is_dense or spec.is_float:
         return plain
+    if spec.form is not None and formats.own:
+        return next(form for form in formats.own if (form.dtype, form.group) == (spec.form.dtype, spec.form.group))
     if spec.is_attention and formats.attention is not None:
         return formats.attention
     return formats.layers if spec.per_layer and not spec.is_table else formats.tables
@@ -188,7 +190,7 @@ def rank_config(
     num_heads, num_kv_heads = (
         (model.num_heads, model.num_kv_heads) if parallel.attention == "dp" else _own_heads(model, size)
     )
-    unit = 1 if formats is None else _unit(formats.layers, is_row=True)
+    unit = 1 if formats is None else max(_unit(form, is_row=True) for form in (formats.layers, *formats.own))
     moe = None if model.moe is None else _own_experts(model.moe, parallel, rank, unit)
     inner = model.intermediate_size
     if model.dense_layers:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from snapstream.config import DType, ModelConfig
+from snapstream.config import DType, ModelConfig, StoredWeights, WeightFormat
 from snapstream.config.model import LatentConfig
 
 # Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
@@ -58,6 +58,7 @@ class TensorSpec:
     offset: float = 0.0  # what is added to the numbers of the checkpoint
     factor: float = 1.0  # what the sum is multiplied by
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
+    form: WeightFormat | None = None  # of ``StoredWeights.own``
 
     def layers_of(self, num_layers: int) -> Sequence[int]:
         """The layers that have it."""
@@ -486,3 +487,62 @@ def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Te
         attention = {name: replace(spec, layers=config.attention_layers) for name, spec in attention.items()}
     specs = {**outer_tensors(config), **attention, **mlp_tensors(config), **per_layer_tensors(config)}
     return specs if config.moe is None else {**specs, **expert_tensors(config, names)}
+
+
+# Stacks that kernels take layer by layer, so that layers may differ in their formats; in the first also ranges of rows.
+_BY_LAYER = ("qkv", "o", "gate_up", "down")
+
+
+def in_own_formats(specs: TensorSpecs, stored: StoredWeights, num_layers: int) -> TensorSpecs:
+    """``specs`` with the formats that single matrices have in the checkpoint (``StoredWeights.own``).
+
+    A stack of several formats becomes one for each, with the layers that have it. Where only some rows of ``qkv`` have
+    a format, two stacks have the same layers, rows of one below those of the other. Other stacks of several formats
+    get none.
+    """
+    found = {}
+    for name, spec in specs.items():
+        if not spec.is_matrix or spec.is_dense or spec.is_table or spec.joined_dim is not None:
+            found[name] = spec
+        elif not spec.per_layer:
+            found[name] = replace(spec, form=stored.own_format(next(iter(spec.parts))))
+        else:
+            found |= _by_format(name, spec, stored, num_layers)
+    return found
+
+
+def _by_format(name: str, spec: TensorSpec, stored: StoredWeights, num_layers: int) -> dict[str, TensorSpec]:
+    kinds: dict[tuple[tuple[WeightFormat | None, tuple[str, ...]], ...], list[int]] = {}
+    for layer in spec.layers_of(num_layers):
+        runs: list[tuple[WeightFormat | None, list[str]]] = []
+        for part in spec.parts:
+            form = stored.own_format(f"model.layers.{layer}.{part}")
+            if not runs or runs[-1][0] != form:
+                runs.append((form, []))
+            runs[-1][1].append(part)
+        if len(runs) > (2 if base_name(name) == "qkv" else 1):
+            runs = [(None, list(spec.parts))]
+        kinds.setdefault(tuple((form, tuple(parts)) for form, parts in runs), []).append(layer)
+    if len(kinds) > 1 and base_name(name) not in _BY_LAYER:
+        return {name: spec}
+    found = {}
+    for runs_of, layers in kinds.items():
+        words = ["other" if form is None else f"{form.dtype}-{form.group}" for form, _ in runs_of]
+        of_kind = spec if len(kinds) == 1 else replace(spec, layers=layers)
+        if len(runs_of) == 1:
+            form = runs_of[0][0]
+            own_name = name if len(kinds) == 1 or form is None else f"{name}.{words[0]}"
+            found[own_name] = replace(of_kind, form=form)
+            continue
+        kind = "+".join(word for word, (_, parts) in zip(words, runs_of, strict=True) for _ in parts)
+        for at, (form, parts) in enumerate(runs_of):
+            found[f"{name}.{kind}.{at}"] = replace(_rows_of(of_kind, parts), form=form)
+    return found
+
+
+def _rows_of(spec: TensorSpec, parts: Sequence[str]) -> TensorSpec:
+    """The rows that some neighboring ``parts`` of a matrix fill."""
+    places = [range(*spec.parts[part][0].indices(spec.shape[0])) for part in parts]  # type: ignore[union-attr]
+    first = places[0].start
+    own = {part: (slice(rows.start - first, rows.stop - first),) for part, rows in zip(parts, places, strict=True)}
+    return replace(spec, shape=(places[-1].stop - first, *spec.shape[1:]), parts=own)

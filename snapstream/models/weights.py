@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormats
-from snapstream.models.matrix import MakeMatrix, Matrix, make_matrix
+from snapstream.models.matrix import MakeMatrix, Matrix, joined, make_matrix
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
 from snapstream.models.tensors import Place, base_name, checkpoint_parts, stacked_shape
@@ -50,11 +50,13 @@ class DequantizedLayer:
 
     def matrices(self, layer: int) -> dict[str, Matrix]:
         """Views of the buffer, for when it holds ``layer``."""
-        return {
-            base_name(name): Matrix(self._data[name]).with_rounded_inputs(self._inputs, stack.form.group)
-            for name, (stack, layers) in self._stacks.items()
-            if layer in layers
-        }
+        return _by_base_name(
+            {
+                name: Matrix(self._data[name]).with_rounded_inputs(self._inputs, stack.form.group)
+                for name, (stack, layers) in self._stacks.items()
+                if layer in layers
+            }
+        )
 
     def experts(self, stored: Mapping[str, Matrix]) -> dict[str, Matrix]:
         """The experts among a layer's ``stored`` matrices, as prefill multiplies with them."""
@@ -195,7 +197,7 @@ class DecoderWeights:
             if spec.per_layer and index in layers:
                 places[name] = layers.index(index)
         return LayerWeights(
-            {base_name(name): self.matrices[name][at] for name, at in places.items() if name in self.matrices},
+            _by_base_name({name: self.matrices[name][at] for name, at in places.items() if name in self.matrices}),
             {base_name(name): self.vectors[name][at] for name, at in places.items() if name in self.vectors},
         )
 
@@ -206,6 +208,14 @@ class DecoderWeights:
             return own
         experts = self.dequantized.experts(own.matrices)
         return LayerWeights({**own.matrices, **experts, **self.dequantized.matrices(index)}, own.vectors)
+
+
+def _by_base_name(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
+    """Of one layer; those of one name are rows of one matrix."""
+    found: dict[str, list[Matrix]] = {}
+    for name, matrix in matrices.items():
+        found.setdefault(base_name(name), []).append(matrix)
+    return {name: joined(parts) for name, parts in found.items()}
 
 
 class LayerWeights:

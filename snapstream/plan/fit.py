@@ -99,8 +99,9 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
     """Formats of the matrices in memory; ValueError for those that the model or the dtype cannot have.
 
     ``auto`` keeps what the checkpoint stores where a CPU computes in fp32: 16-bit floats convert exactly, and a step
-    reads half the bytes. Types of GGUF files that no format here holds, of at most six bits, become int8: what that
-    rounds is little compared with what they have lost, and floats would take two to four times the memory of the file.
+    reads half the bytes, and quantized matrices of a GGUF file keep their integers, each in its own format. Types of
+    GGUF files that no format here holds, of at most six bits, become int8: what that rounds is little compared with
+    what they have lost, and floats would take two to four times the memory of the file.
     Otherwise it is the dtype of the computation. Int8 in groups of 16 is for CPUs, and read as floats are where another
     format is asked for.
     """
@@ -128,8 +129,9 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
         tables = stored.tables if is_cpu or stored.tables.group != SUB_BLOCK else tables
     if quantized is not None:
         formats = _quantized_formats(quantized, stored, wanted, tables)
-    formats = replace(formats, tables=tables)
-    if formats.layers.is_quantized or formats.tables.is_quantized:
+    own = tuple(form for form, _ in stored.own) if wanted == "auto" and keeps_stored else ()
+    formats = replace(formats, tables=tables, own=own)
+    if formats.layers.is_quantized or formats.tables.is_quantized or own:
         check_groups(model, formats)
     if not formats.layers.is_quantized and formats.layers.dtype != dtype and dtype != "float32":
         raise ValueError(f"weights is {wanted!r} and dtype {dtype!r}; weights must be {dtype}, int8, int4 or auto")

@@ -67,7 +67,7 @@ def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, exper
     check(two, looped(checkpoint(name), experts=experts))
 
 
-@pytest.mark.parametrize("width", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("width", ["bfloat16", "int8", "int4", "uint4"])
 @pytest.mark.parametrize("has_sub_blocks", [False, True])
 def test_widths(two: Pool, checkpoint: Checkpoint, width: str, has_sub_blocks: bool) -> None:
     formats = WeightFormats.of(width)

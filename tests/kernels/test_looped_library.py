@@ -55,21 +55,26 @@ needs_bf16 = pytest.mark.skipif(
 needs_cores = pytest.mark.skipif(num_cores() < 2, reason="one core")
 
 
-def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
     """``x [T, in]``, rounded to int8 per token and group, times the matrix of ``codes [out, in * bits / 8]`` and
     ``scales [out, in / group]``, transposed: ``[T, out]`` fp32. The definition of products of whole numbers.
 
     The sum of a group is a whole number, so it is exact in any order; groups are added from first to last.
     """
-    num_groups = scales.shape[1]
-    inputs, input_scales = groups.quantize_inputs(x, groups.unpack(codes, bits).shape[1] // num_groups)
-    numbers = (
-        groups.unpack(codes, bits).double().sub_(2 ** (bits - 1)).unflatten(-1, (num_groups, -1))
-    )  # [out, groups, g]
-    sums = torch.einsum("tgi,ogi->gto", inputs.double().unflatten(-1, (num_groups, -1)), numbers).float()
+    num_groups, minimums = scales.shape[1], None
+    inputs, input_scales = groups.quantize_inputs(x, form.group)
+    inputs = inputs.unflatten(-1, (num_groups, -1))
+    numbers = groups.unpack(codes, form.bits).double().unflatten(-1, (num_groups, -1))  # [out, groups, g]
+    if form.is_uint4:
+        scales, minimums = scales.view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        numbers.sub_(2 ** (form.bits - 1))
+    sums = torch.einsum("tgi,ogi->gto", inputs.double(), numbers).float()
     total = x.new_zeros(x.shape[0], codes.shape[0], dtype=torch.float32)
     for index, own in enumerate(sums):
         total += own * (scales[:, index].float() * input_scales[:, index, None])
+        if minimums is not None:
+            total += minimums[:, index].float() * (input_scales[:, index] * inputs[:, index].sum(-1))[:, None]
     return total
 
 
@@ -85,7 +90,7 @@ def test_structs_are_laid_out_as_the_compiler_does(tmp_path: Path) -> None:
             lines.append(f"static_assert(offsetof({name}, {field}) == {placed.offset});")
             lines.append(f"static_assert(sizeof({name}::{field}) == {placed.size});")
             lines.append(f"static_assert(std::{kinds.get(kind, 'is_class_v')}<decltype({name}::{field})>);")
-    assert len(lines) == 4 + 17 + 3 * 312  # no field was skipped
+    assert len(lines) == 4 + 17 + 3 * 313  # no field was skipped
     source = tmp_path / "structs.cpp"
     source.write_text("\n".join(lines))
     command = [str(find_compiler()), "-std=c++20", "-fsyntax-only", "-I", str(build.SOURCES), str(source)]
@@ -135,7 +140,7 @@ def test_a_product_in_panels(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
+    width=st.sampled_from(["int8", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_codes(
     instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int, seed: int
@@ -163,29 +168,29 @@ def test_a_product_of_codes(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([16, 32, 64, 128]),
-    bits=st.sampled_from([8, 4]), tokens=st.integers(1, 40), exponent=st.sampled_from([0, -20, 20, -126]),
-    seed=st.integers(0, 99),
+    width=st.sampled_from(["int8", "int4", "uint4"]), tokens=st.integers(1, 40),
+    exponent=st.sampled_from([0, -20, 20, -126]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_whole_numbers(
-    instructions: InstructionSet, num_out: int, num_groups: int, group: int, bits: int, tokens: int, exponent: int,
-    seed: int,
+    instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int,
+    exponent: int, seed: int,
 ) -> None:  # fmt: skip
     """Equal to its definition but for the rounding of a sum over groups; a token has the same bits in any batch, by any
     instructions.
     """
-    group = group if bits == 8 else max(group, 32)
+    group = group if width == "int8" else max(group, 32)
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
-    form = WeightFormat(dtype="int8" if bits == 8 else "int4", group=group, rounds_inputs=True)
-    codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
+    form = WeightFormat(dtype=width, group=group, rounds_inputs=True)
+    codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
     panels.fill_codes(stored, 0, codes, scales, form)
     stack = panels.stack_of_codes(stored, num_out, num_in, form)
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, :group] = 0.0
-    got, want = panels.linear(library, stack, x, None), multiply_codes(x, codes, scales, bits)
+    got, want = panels.linear(library, stack, x, None), multiply_codes(x, codes, scales, form)
     limit = 1e-6 * num_groups**0.5 * float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
-    seen = groups.round_inputs(x, group).double() @ groups.dequantize(codes, scales, bits).double().t()
+    seen = groups.round_inputs(x, group).double() @ decode(codes, scales, form).double().t()
     torch.testing.assert_close(got.double(), seen, rtol=0, atol=limit)
     chosen = library.way(-1)
     try:

@@ -296,7 +296,7 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 # whatever is beside it.
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4")]
+FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4")]
 Inputs = Literal["bfloat16", "int8"] | None
 LIMITS = {None: 1e-4, "bfloat16": 0.05, "int8": 0.05}  # an input that rounds to the other side is off by its 256th
 
@@ -364,7 +364,17 @@ def test_every_instruction_set_passes_tokens(instructions: InstructionSet) -> No
 
 @pytest.mark.parametrize("instructions", instruction_sets())
 @pytest.mark.parametrize(
-    ("width", "group"), [("int8", 16), ("int8", 32), ("int4", 32), ("int8", 128), ("int4", 64), ("int4", 128)]
+    ("width", "group"),
+    [
+        ("int8", 16),
+        ("int8", 32),
+        ("int4", 32),
+        ("uint4", 32),
+        ("int8", 128),
+        ("int4", 64),
+        ("int4", 128),
+        ("uint4", 64),
+    ],
 )
 def test_prefill_in_whole_numbers(instructions: InstructionSet, width: str, group: int) -> None:
     """Inputs rounded to int8 per token and group of the weights, and the same bits for a token in any batch and by any

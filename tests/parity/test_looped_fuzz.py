@@ -18,7 +18,7 @@ from torch import Tensor
 
 from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
-from snapstream.config.weights import SUB_BLOCK
+from snapstream.config.weights import SUB_BLOCK, stack_name
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
@@ -32,7 +32,7 @@ from snapstream.kv.spec import Window
 from snapstream.models import layers as router
 from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import make_panels
-from snapstream.models.registry import FAMILIES, model_config_from_dict
+from snapstream.models.registry import FAMILIES, model_config_from_dict, tensor_specs
 from snapstream.types import SamplingParams
 from tests.parity.test_looped import ROPES, WIDTHS, random_runner
 
@@ -242,6 +242,30 @@ def forms_of(width: str, group: int) -> WeightFormats:
     return WeightFormats.of(width, group)
 
 
+OWN_FORMATS = [
+    *(WeightFormat(dtype=dtype, group=32) for dtype in ("uint4", "int4", "int8")),  # type: ignore[arg-type]
+    WeightFormat(dtype="int8", group=SUB_BLOCK),
+]
+
+
+def in_own_formats(random: Random, model: ModelConfig, formats: WeightFormats) -> tuple[ModelConfig, WeightFormats]:
+    """Matrices of the checkpoint have formats of their own, or none, and values others than queries."""
+    names: dict[WeightFormat, set[str]] = {form: set() for form in OWN_FORMATS}
+    for spec in tensor_specs(model).values():
+        kept = random.choices([*OWN_FORMATS, None], k=random.randint(1, 2))
+        for layer in spec.layers_of(model.num_layers) if spec.per_layer else (None,):
+            parts, form = list(spec.parts), random.choice(kept)
+            last = random.randint(0, 2 * len(parts)) if any(".q_proj." in part for part in parts) else len(parts)
+            for at, part in enumerate(parts):
+                name = part if layer is None else f"model.layers.{layer}.{part}"
+                own = form if at < last or form is None else OWN_FORMATS[OWN_FORMATS.index(form) - 1]
+                if own is not None and stack_name(name) not in set().union(*names.values()):
+                    names[own].add(stack_name(name))
+    own_names = tuple((form, frozenset(own)) for form, own in names.items())
+    model = replace(model, stored=replace(model.stored, own=own_names))
+    return model, replace(formats, own=tuple(OWN_FORMATS))
+
+
 class Drawn:
     """A model with random weights and rows, a batch of them, and both executors."""
 
@@ -249,10 +273,12 @@ class Drawn:
 
     def __init__(self, seed: int) -> None:
         random = Random(seed)
-        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "fp8"])
-        group = random.choice([32, 64, 128]) if width in ("int8", "int4") else 1
+        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "uint4", "fp8"])
+        group = random.choice([32, 64, 128]) if width in ("int8", "int4", "uint4") else 1
         group = SUB_BLOCK if width == "int8" and random.random() < 0.3 else group
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
+        if group >= 32 and seed % 3:
+            model, formats = in_own_formats(Random(-1 - seed), model, formats)
         kv_dtype = random.choice(["auto", "fp8"] if model.latent else [
             own for own in KV_DTYPES
             if own != "float32" and ("int4" not in own or not any(heads.head_dim % 32 for heads in model.all_heads))

@@ -27,10 +27,12 @@ from benchmarks.peers.gguf_file import gguf_name, gguf_tensors, write_random_ggu
 from benchmarks.peers.llama_bench import SHAPES, peer_figures
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import QWEN3_TINY, random_checkpoint
+from snapstream.config import EngineOptions
 from snapstream.kernels.backends import autotune
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import decode_weight_bytes
 from snapstream.models.weights import DecoderWeights
+from snapstream.plan.fit import weight_formats
 
 PROGRAM = """
 import json, pathlib, sys
@@ -207,12 +209,15 @@ def test_quick_changes_what_is_not_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind"), [("tiny", "f16"), ("tiny", "q8_0"), ("tiny", "q4_0"), ("tiny-lfm2", "q4_0")]
+    ("shape", "kind"),
+    [("tiny", "f16"), ("tiny", "q8_0"), ("tiny", "q4_0"), ("tiny", "q4_k_m"), ("tiny-lfm2", "q4_0")],
 )
 def test_a_random_file_of_a_shape_is_read_as_it_is_stored(shape: str, kind: str, tmp_path: Path) -> None:
     write_random_gguf(SHAPES[shape], file := tmp_path / "model.gguf", kind)
-    stored = read_model_config(file).stored
-    assert stored.dequantized == () and stored.in_sub_blocks == (("Q6_K",) if kind == "q4_0" else ()), stored
+    model = read_model_config(file)
+    formats = weight_formats(model, EngineOptions(), device="cpu")
+    assert model.stored.dequantized_in(formats) == (), model.stored
+    assert (formats.tables.group == 16) == kind.startswith("q4") and len(formats.own) == (2 if kind == "q4_k_m" else 0)
 
 
 def test_llama_benchs_own_names(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from snapstream import LLM, Grammar, SamplingParams
 from snapstream.cli.app import main
-from snapstream.kernels.groups import dequantize
+from snapstream.kernels.groups import dequantize, dequantize_uint4
 from snapstream.models import gguf, gguf_settings
 from snapstream.models.checkpoint import check_checkpoint, load_weights
 from snapstream.models.config_json import fingerprint
@@ -75,6 +75,39 @@ def test_blocks_of_integers_are_exact(kind: str) -> None:
         assert torch.equal(dequantize(torch.from_numpy(codes), torch.from_numpy(scales), bits), wanted)
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
+def test_blocks_with_minimums(kind: str) -> None:
+    """The integers are exact, and of Q4_K scales and minimums are the fp16 numbers nearest to gguf's products."""
+    own, draw = ggml.GGMLQuantizationType[kind], np.random.default_rng(3)
+    length, size = ggml.GGML_QUANT_SIZES[own]
+    for exponents in (0, 0x40), (0, 8), (0x30, 0x50):  # of both factors: any up to 2, tiny, and large
+        data = draw.integers(0, 256, (64, 3, size), dtype=np.uint8)
+        for at in (1, 3):
+            data[..., at] = draw.integers(*exponents, (64, 3), dtype=np.uint8)
+        rows = data.reshape(64, -1)
+        wanted = ggml.quants.dequantize(rows, own)
+        scales, values = gguf.blocks_of(rows, kind)
+        assert (values.min(), values.max()) == (-8, 7) and values.shape == (64, 3 * length // 32, 32)
+        codes = gguf.packed_codes(values, 4).reshape(64, -1)
+        found = dequantize_uint4(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
+        if kind == "Q4_1":
+            assert np.array_equal(found, wanted)
+            continue
+        pairs = np.ascontiguousarray(data[..., :4]).view(np.float16).astype(np.float32)
+        small = ggml.quants.Q4_K.get_scale_min(data[..., 4:16].reshape(-1, 12))
+        scale, minimum = (
+            own.reshape(64, 3, 8) * factor[..., None]
+            for own, factor in zip(small, np.moveaxis(pairs, -1, 0), strict=True)
+        )
+        lines = np.stack((scale, -minimum), -1).reshape(64, -1, 2)
+        assert np.array_equal(scales.view(np.float16).reshape(lines.shape), lines.astype(np.float16))
+        exact = (values + 8) * lines[..., :1] + lines[..., 1:]
+        assert np.array_equal(exact.reshape(64, -1), wanted)
+    data[..., :4] = np.frombuffer(np.float16([60000, 60000]).tobytes(), dtype=np.uint8)
+    if kind == "Q4_K":
+        assert np.isinf(gguf.blocks_of(data.reshape(64, -1), kind)[0].view(np.float16)).any()
+
+
 def test_blocks_of_q6_k() -> None:
     """The integers are exact, and a scale is the fp16 number nearest to the product that gguf's reference has."""
     own, draw = ggml.GGMLQuantizationType["Q6_K"], np.random.default_rng(3)
@@ -95,7 +128,7 @@ def test_blocks_of_q6_k() -> None:
     assert np.isinf(gguf.blocks_of(data.reshape(64, -1), "Q6_K")[0]).any()
 
 
-@pytest.mark.parametrize("kind", [*DEQUANTIZED, "Q6_K"])
+@pytest.mark.parametrize("kind", [*DEQUANTIZED, "Q4_1", "Q4_K", "Q6_K"])
 def test_other_types_are_dequantized_by_the_reference(kind: str) -> None:
     own = ggml.GGMLQuantizationType[kind]
     block, size = ggml.GGML_QUANT_SIZES[own]

@@ -15,7 +15,7 @@ enum MixerKind : int64_t { ATTENTION = 0, RECURRENT = 1, NO_MIXER = 2, BOTH = 3 
 enum MlpKind : int64_t { DENSE = 0, EXPERTS = 1, NO_MLP = 2 };
 enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2 };
 
-enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6 };
+enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7 };
 
 struct Stack {  // matrices [layers, rows, cols], or one of them
     const char* data;
@@ -28,6 +28,7 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
 
 struct LayerParts {  // of one layer: its own matrices, and what layers may differ in
     Stack qkv, o, gate_up, down;                                // rows 0: it has none
+    Stack qkv_rest;  // rows after those of qkv, in another format; rows 0: none
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
     int64_t kv_heads, head_dim, inner;

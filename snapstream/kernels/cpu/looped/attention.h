@@ -74,7 +74,7 @@ inline StoredHead stored_head(Work& w, int64_t layer, int64_t first) {  // from 
 inline void gate_attended(Work& w, int64_t layer, int64_t b, int64_t kv_head, float* found) {
     const LayerParts& own = w.model.parts[layer];
     const int64_t count = w.model.heads / own.kv_heads * own.head_dim;
-    const float* gates = w.engine.heads + b * own.qkv.rows + kv_head * count;
+    const float* gates = w.engine.heads + b * head_numbers(own) + kv_head * count;
     for (int64_t i = 0; i < count; ++i) found[i] /= 1.0f + std::exp(-gates[i]);
 }
 
@@ -91,7 +91,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const float k_scale = head_scale(rows.key_scales), v_scale = head_scale(rows.value_scales);
     const int64_t gates = gates_of(w.model), place = place_of(w, layer);
     const bool is_windowed = w.model.window_frequencies && rows.windows[layer];
-    const float *own = w.engine.heads + b * parts.qkv.rows + gates,
+    const float *own = w.engine.heads + b * head_numbers(parts) + gates,
         *angle = w.engine.angles + (is_windowed ? w.step.batch + b : b) * w.model.head_dim;
     if (w.model.rotated_layers && !w.model.rotated_layers[layer]) angle = nullptr;
     const float *queries = own, *keys = own + w.model.heads * size;

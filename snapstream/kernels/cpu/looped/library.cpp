@@ -26,17 +26,18 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     residual = cut(batch * model.hidden);
     const bool both = model.mixers[0] == BOTH;  // as all layers are
     int64_t projected = both ? 0 : model.recurrent.in.rows, whole = whole_input(model.recurrent.out, model.recurrent.key_heads);
-    int64_t expanded = 2 * model.per_layer_dim;
+    int64_t expanded = 2 * model.per_layer_dim, widest = widest_input(model);
     for (int64_t layer = 0; layer < model.layers; ++layer) {
         const LayerParts& parts = model.parts[layer];
-        projected = std::max(projected, parts.qkv.rows);
+        projected = std::max(projected, head_numbers(parts));
+        widest = std::max(widest, parts.qkv_rest.rows ? 2 * model.hidden : 0);
         expanded = std::max(expanded, parts.gate_up.rows);
         whole = std::max(whole, whole_input(parts.o, parts.kv_heads));
     }
     heads = cut(batch * projected);
     mixed = both ? cut(batch * model.recurrent.in.rows) : heads;
     gate_up = cut(batch * expanded);
-    packed = cut(batch * padded(widest_input(model)));
+    packed = cut(batch * padded(widest));
     angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);
     part_peaks = cut(parts);
     part_totals = cut(parts);

@@ -30,6 +30,7 @@ FORMATS = {
     "int8": 4,
     "int4": 5,
     "mxfp4": 6,
+    "uint4": 7,
 }  # as ``abi.h``
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it

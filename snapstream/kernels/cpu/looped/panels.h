@@ -11,7 +11,8 @@
 //
 // so a vector of the weight holds rows, a token's number is broadcast, and no sum crosses lanes. Quantized columns come
 // in groups, each headed by the 32 scales in fp16: a number is (stored - offset) * scale, exact in fp32. MXFP4 lies as
-// int4, a code is a sign and one of eight magnitudes, and the scales are bytes, the exponents of powers of two.
+// int4, a code is a sign and one of eight magnitudes, and the scales are bytes, the exponents of powers of two. uint4
+// lies as int4; behind the scales are as many minimums, and a number is stored * scale + minimum.
 //
 // Invariant: the sum of an output is taken over columns from first to last, in one chain of multiply-adds, whatever the
 // number of tokens, so products are batch-invariant.
@@ -69,10 +70,10 @@ struct HalfF16 {
 
 // A code is moved to the upper end of 32 bits, where its sign is theirs; the power of two is in the scale. Of four bits
 // AVX-512 looks the number up instead.
-template <int BITS>
+template <int OWN_BITS>
 struct Codes {
-    static constexpr int COLS = 32 / BITS, BYTES = 128, HEAD = 2 * PANEL;
-    static constexpr bool IS_QUICK = false;
+    static constexpr int BITS = OWN_BITS, COLS = 32 / BITS, BYTES = 128, HEAD = 2 * PANEL;
+    static constexpr bool IS_QUICK = false, HAS_MINIMUM = false;
     static constexpr bool LOOKS_UP = ISA == 512 && BITS == 4;
     static INLINE vec scale(const char* head, int v) {
         const float factor = LOOKS_UP ? 1.0f : 1.0f / (1u << (32 - BITS));
@@ -92,6 +93,33 @@ struct Codes {
         const bits sign = all_bits(0x80000000u);
         const bits moved = (codes << (32 - BITS - BITS * place)) & all_bits(BITS == 8 ? 0xff000000u : 0xf0000000u);
         return __builtin_convertvector((ints)(moved ^ sign), vec);
+    }
+};
+
+// Its numbers are exact products of code and scale, rounded once where the minimum is added.
+struct Unsigned4 {
+    static constexpr int BITS = 4, COLS = 8, BYTES = 128, HEAD = 4 * PANEL;
+    static constexpr bool IS_QUICK = false, HAS_MINIMUM = true;
+    struct Line {
+        vec factor, minimum;
+    };
+    static INLINE Line scale(const char* head, int v) {
+        const auto* from = reinterpret_cast<const uint16_t*>(head) + v * W;
+        return {load_half(from), load_half(from + PANEL)};
+    }
+    static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
+    static INLINE vec widen(bits codes, int c, Line line) {
+        return number(codes >> (4 * (c % 4 * 2 + c / 4))) * line.factor + line.minimum;
+    }
+
+  private:
+    static INLINE vec number(bits codes) {
+#if ISA == 512
+        const vec numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        return (vec)_mm512_permutexvar_ps((__m512i)codes, (__m512)numbers);
+#else
+        return __builtin_convertvector((ints)(codes & all_bits(15)), vec);
+#endif
     }
 };
 
@@ -175,6 +203,7 @@ inline void copy_row(const Stack& table, int64_t row, float* out) {
         case I8: return copy_row<Codes<8>>(table, row, out);
         case I4: return copy_row<Codes<4>>(table, row, out);
         case MXFP4: return copy_row<Mxfp4>(table, row, out);
+        case U4: return copy_row<Unsigned4>(table, row, out);
         default: return copy_row<PlainF32>(table, row, out);
     }
 }
@@ -402,6 +431,7 @@ inline Products products_of(int64_t format) {
         case I8: return {panel_product<Codes<8>>, pair_product<Codes<8>>};
         case I4: return {panel_product<Codes<4>>, pair_product<Codes<4>>};
         case MXFP4: return {panel_product<Mxfp4>, pair_product<Mxfp4>};
+        case U4: return {panel_product<Unsigned4>, pair_product<Unsigned4>};
         default: return {panel_product<PlainF32>, pair_product<PlainF32>};
     }
 }

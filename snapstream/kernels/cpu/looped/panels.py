@@ -3,8 +3,8 @@
 A panel is 32 rows, whose columns follow each other in units of a few. Floats are ``[..., panels, units, 32, columns of
 a unit]``; int8 and int4 (reference: ``groups.py``) are uint8 ``[..., panels, groups, bytes]``, of a group the scales of
 32 rows in fp16, then units of 128 bytes, four for each row: int8 as four columns, int4 as eight, column b in the lower
-half of byte b and column 4 + b in the upper. MXFP4 is int4 with scales of a byte. Rows and columns that a matrix does
-not have are zero.
+half of byte b and column 4 + b in the upper. MXFP4 is int4 with scales of a byte; uint4 has 32 minimums after the
+scales. Rows and columns that a matrix does not have are zero.
 """
 
 from __future__ import annotations
@@ -91,13 +91,9 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
 _UNIT, _ROW = 4 * PANEL, 4  # bytes: of a unit, of a row in a unit
 
 
-def _scale_dtype(form: WeightFormat) -> torch.dtype:
-    return torch.uint8 if form.is_mxfp4 else groups.SCALE_DTYPE
-
-
 def _head(form: WeightFormat) -> int:
     """Bytes of a group's scales."""
-    return _scale_dtype(form).itemsize * PANEL
+    return groups.scale_dtype(form.dtype).itemsize * PANEL
 
 
 def code_panel_shape(shape: tuple[int, ...], form: WeightFormat) -> tuple[int, ...]:
@@ -117,15 +113,15 @@ def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: 
         halves = groups.unpack(codes, 4).view(len(codes), num_groups, units, 2, _ROW)
         codes = halves[..., 0, :] | halves[..., 1, :] << 4
     lines = codes.reshape(len(codes), num_groups, units, _ROW).permute(1, 2, 0, 3)  # [groups, units, n, 4]
-    size = scales.itemsize  # bytes
-    heads = scales.t().flatten().view(torch.uint8).view(num_groups, len(scales), size)  # [groups, n, size]
-    own_heads = panels[:, :, :head].unflatten(2, (PANEL, size))  # [P, groups, 32, size]
+    size = min(scales.itemsize, 2)  # bytes; of uint4 those of a scale and a minimum
+    heads = scales.t().flatten().view(torch.uint8).view(num_groups, len(scales), scales.itemsize // size, size)
+    own_heads = panels[:, :, :head].unflatten(2, (-1, PANEL, size))  # [P, groups, 1 or 2, 32, size]
     own_lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW))  # [P, groups, units, 32, 4]
     done = 0
     while done < len(codes):
         panel, lane = divmod(first + done, PANEL)
         count = min(PANEL - lane, len(codes) - done)
-        own_heads[panel, :, lane : lane + count] = heads[:, done : done + count]
+        own_heads[panel, :, :, lane : lane + count] = heads[:, done : done + count].transpose(1, 2)
         own_lines[panel, :, :, lane : lane + count] = lines[:, :, done : done + count]
         done += count
 
@@ -134,8 +130,9 @@ def codes_of(panels: Tensor, num_out: int, form: WeightFormat) -> tuple[Tensor, 
     """``codes [out, in * bits / 8]`` and ``scales [out, groups]`` of a matrix in ``panels [P, groups, bytes]``."""
     (num_panels, num_groups), head = panels.shape[:2], _head(form)
     units = (panels.shape[2] - head) // _UNIT
-    heads = panels[:, :, :head].contiguous().view(_scale_dtype(form))  # [P, groups, 32]
-    scales = heads.transpose(1, 2).reshape(-1, num_groups)[:num_out]
+    dtype = groups.scale_dtype(form.dtype)
+    heads = panels[:, :, :head].unflatten(2, (-1, PANEL, min(dtype.itemsize, 2)))  # [P, groups, 1 or 2, 32, size]
+    scales = heads.permute(0, 3, 1, 2, 4).flatten(3).contiguous().view(dtype).reshape(-1, num_groups)[:num_out]
     lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW)).permute(0, 3, 1, 2, 4)  # [P, 32, groups, units, 4]
     codes = lines.reshape(num_panels * PANEL, num_groups, units, _ROW)[:num_out]
     if form.bits == 4:

@@ -36,7 +36,8 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 // The code that packs the input of such a product rounds it, per token and group of columns that share a scale in the matrix:
 // the largest magnitude becomes 127 (reference: ../../groups.py). Packed, a group of the matrix is, of T tokens,
 //
-//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated; [group / 4][T] four bytes in 32 bits
+//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated, or for uint4 the sum of the group;
+//   [group / 4][T] four bytes in 32 bits
 //
 // or [group / 4][2][T], those in even and those in odd places, 16 bits each, if the instructions in use take them so,
 // and the groups of a tile's tokens follow each other. NaN and infinities make a scale that is not finite.
@@ -54,7 +55,7 @@ inline int64_t packed_ints(const Stack& matrix) {
 class PackedCodes {
   public:
     PackedCodes(float* base, const Place& place, const Stack& matrix)
-        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(matrix.format == I8 ? 128 : 8),
+        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(matrix.format == I8 ? 128 : matrix.format == I4 ? 8 : -1),
           stride_(place.size) {
         to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }

@@ -27,16 +27,17 @@ struct Quads {
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
 // for a group, the sums of groups in the nearest cache.
-template <int BITS, class Dot, int T, int P, int GROUP>  // GROUP: columns of a group, at most SPAN; 0: several SPANs
+template <class Form, class Dot, int T, int P, int GROUP>  // GROUP: columns of a group, at most SPAN; 0: several SPANs
 INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                            Prefetch fetch) {
-    using Form = Codes<BITS>;
+    constexpr int BITS = Form::BITS;
     using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
     constexpr int RUN = GROUP ? GROUP : SPAN, WIDE = wide(T), VECTORS = P * WIDE, UNITS = RUN / Form::COLS;
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
     const int64_t group = GROUP ? GROUP : stack.group;
+    const auto begin = [](int32_t sum) { return (ints)all_bits(Form::HAS_MINIMUM ? 0 : sum); };
     for (int64_t left = cols; left > 0; left -= group) {
         const char* head = weight;
         const int32_t* codes = x + 2 * T;
@@ -47,7 +48,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
             UNROLL for (int t = 0; t < T; ++t)
                 UNROLL for (int i = 0; i < VECTORS; ++i) {
                     if constexpr (Dot::NARROW) own[t][i] = Own{};
-                    else own[t][i] = first ? acc[t][i] : (ints)all_bits(x[T + t]);
+                    else own[t][i] = first ? acc[t][i] : begin(x[T + t]);
                 }
             for (int done = 0; done < UNITS; done += AT_ONCE) UNROLL for (int unit = 0; unit < AT_ONCE; ++unit) {
                 UNROLL for (int part = 0; part < Quads<BITS>::COUNT; ++part) {
@@ -68,46 +69,49 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
             UNROLL for (int t = 0; t < T; ++t)
                 UNROLL for (int i = 0; i < VECTORS; ++i) {
                     if constexpr (Dot::NARROW)
-                        acc[t][i] = (first ? acc[t][i] : (ints)all_bits(x[T + t])) + Dot::widen(own[t][i]);
+                        acc[t][i] = (first ? acc[t][i] : begin(x[T + t])) + Dot::widen(own[t][i]);
                     else acc[t][i] = own[t][i];
                 }
         }
         fetch.template ask<P, 1>(fetch.head);
         vec scales[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; ++i)
-            scales[i] = load_half(reinterpret_cast<const uint16_t*>(lies(head, i)) + (v + i % WIDE) * W);
+        const auto line = [&](int i) { return reinterpret_cast<const uint16_t*>(lies(head, i)) + (v + i % WIDE) * W; };
+        UNROLL for (int i = 0; i < VECTORS; ++i) scales[i] = load_half(line(i));
         UNROLL for (int t = 0; t < T; ++t) {
             float own;
             std::memcpy(&own, x + t, 4);
-            UNROLL for (int i = 0; i < VECTORS; ++i)
-                store(sum(t, i), load(sum(t, i)) + __builtin_convertvector(acc[t][i], vec) * (scales[i] * own));
+            const float total = own * static_cast<float>(x[T + t]);  // of the group's inputs, for minimums
+            UNROLL for (int i = 0; i < VECTORS; ++i) {
+                vec made = load(sum(t, i)) + __builtin_convertvector(acc[t][i], vec) * (scales[i] * own);
+                if constexpr (Form::HAS_MINIMUM) made += load_half(line(i) + PANEL) * total;
+                store(sum(t, i), made);
+            }
         }
         x = codes;
     }
 }
 
-template <int BITS, class Dot, int T, int P>
+template <class Form, class Dot, int T, int P>
 void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                Prefetch fetch) {
-    if constexpr (BITS == 8)
-        if (stack.group == 16) return tile_of_groups<BITS, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
-    if (stack.group == SPAN) tile_of_groups<BITS, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
-    else tile_of_groups<BITS, Dot, T, P, 0>(stack, weight, x, cols, v, sums, fetch);
+    if constexpr (Form::BITS == 8)
+        if (stack.group == 16) return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
+    if (stack.group == SPAN) tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
+    else tile_of_groups<Form, Dot, T, P, 0>(stack, weight, x, cols, v, sums, fetch);
 }
 
 using CodeTile = void (*)(const Stack&, const char*, const int32_t*, int64_t, int, float*, Prefetch);
 
-template <int BITS, class Dot, int... T>
+template <class Form, class Dot, int... T>
 INLINE CodeTile code_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
-    static constexpr CodeTile tiles[] = {code_tile<BITS, Dot, T + 1, 1>...};
+    static constexpr CodeTile tiles[] = {code_tile<Form, Dot, T + 1, 1>...};
     return tiles[tokens - 1];
 }
 
 // One panel times all tokens: sums [tokens][32]. More tokens than a tile has take turns at a block of columns, which
 // stays in the nearest cache, and meanwhile ask for the next, each for its share.
-template <int BITS, class Dot>
+template <class Form, class Dot>
 void code_panel(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
-    using Form = Codes<BITS>;
     std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
     const bool once = groups.count == 1 && wide(groups.tokens) == VECS;
@@ -118,7 +122,7 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
         const char* next = panel + offset<Form>(stack, first + count);
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
-            const CodeTile own = code_tile_of<BITS, Dot>(size, UpToMost{});
+            const CodeTile own = code_tile_of<Form, Dot>(size, UpToMost{});
             const int32_t* from = codes + (begin * stack.cols + first * size) / stack.group * per_group;
             for (int v = 0; v < VECS; v += wide(size))
                 own(stack, weight, from, count, v, sums + begin * PANEL,
@@ -129,15 +133,14 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
 }
 
 // Two panels times up to PAIR_TOKENS tokens: sums [2][tokens][32].
-template <int BITS, class Dot>
+template <class Form, class Dot>
 void code_pair(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
-    using Form = Codes<BITS>;
     const Prefetch fetch{panel + AHEAD, Form::BYTES, groups.apart ? groups.apart : stack.panel_bytes, Form::HEAD};
-    if (groups.tokens == 1) code_tile<BITS, Dot, 1, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
+    if (groups.tokens == 1) code_tile<Form, Dot, 1, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
     if constexpr (PAIR_TOKENS > 1)
-        if (groups.tokens == 2) code_tile<BITS, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
+        if (groups.tokens == 2) code_tile<Form, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
 }
 
 // A panel that lies in a cache, to try products with.
@@ -150,12 +153,16 @@ Stack panel_of_codes() {
 }
 
 struct Way {  // to sum
-    Products int8, int4;
+    Products int8, int4, uint4;
     int words8, words4;  // of four codes of a token
 };
+template <class Form, class Dot>
+Products products() {
+    return {code_panel<Form, Dot>, code_pair<Form, Dot>};
+}
 template <class Dot8, class Dot4 = Dot8>
 Way way() {
-    return {{code_panel<8, Dot8>, code_pair<8, Dot8>}, {code_panel<4, Dot4>, code_pair<4, Dot4>}, Dot8::PASSES,
+    return {products<Codes<8>, Dot8>(), products<Codes<4>, Dot4>(), products<Unsigned4, Dot4>(), Dot8::PASSES,
             Dot4::PASSES};
 }
 
@@ -206,7 +213,10 @@ double seconds_of(Product product, const Stack& stack, int64_t tokens) {
     return least;
 }
 
-Products code_products(int64_t format) { return format == I8 ? choice().way().int8 : choice().way().int4; }
+Products code_products(int64_t format) {
+    const Way& own = choice().way();
+    return format == I8 ? own.int8 : format == I4 ? own.int4 : own.uint4;
+}
 
 int64_t words_of_four(int64_t format) { return format == I8 ? choice().way().words8 : choice().way().words4; }
 

@@ -163,8 +163,8 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
         case 0:
             return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.qkv, turn_before(w, layer),
                               layer ? last_norm(w, layer - 1) : nullptr,
-                              layer ? w.model.parts[layer - 1].scalar : 1.0f);
-        case 1: return project(w, own.qkv, 0, own.qkv_bias, w.engine.heads);
+                              layer ? w.model.parts[layer - 1].scalar : 1.0f, rest_of(own));
+        case 1: return project_heads(w, own);
         case 2: return attend_rows(w, layer);
         default:
             return add_product(w, own.o, 0, own.o_bias, turn_of(w, layer, AFTER_ATTENTION), w.model.attention_multiplier);

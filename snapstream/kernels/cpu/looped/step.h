@@ -115,20 +115,30 @@ inline const float* norm_of_layer(const Work& w, const float* norms, int64_t lay
 // This rank's partial sum, [B, D].
 inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
 
-template <class Emit>  // emit(first row, rows, sums [B][32])
-void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Emit emit) {
-    const char* data = stack.data + layer * stack.layer_bytes;
-    const Products multiply = products_with(stack);
-    const int64_t panels = (stack.rows + PANEL - 1) / PANEL, at_once = w.step.batch <= PAIR_TOKENS ? 2 : 1;
+// Where codes for `qkv_rest` begin behind those for `qkv`; what is not rounded both read.
+inline int64_t rest_of_input(const Work& w, const Stack& matrix) { return w.step.batch * packed_ints(matrix); }
+
+inline const Stack* rest_of(const LayerParts& parts) { return parts.qkv_rest.rows ? &parts.qkv_rest : nullptr; }
+inline int64_t head_numbers(const LayerParts& parts) { return parts.qkv.rows + parts.qkv_rest.rows; }
+
+template <class Emit>  // emit(first row, rows, sums [B][32]); rest: rows after those of the stack, or null
+void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Emit emit, const Stack* rest = nullptr) {
+    const int64_t at_once = w.step.batch <= PAIR_TOKENS ? 2 : 1, tasks = (panels_of(stack) + at_once - 1) / at_once;
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
-    w.share((panels + at_once - 1) / at_once, grain, [&](int64_t task) {
-        const int64_t panel = task * at_once, count = std::min(at_once, panels - panel);
-        (count == 2 ? multiply.of_two : multiply.of_one)(
-            stack, data + panel * stack.panel_bytes, packed ? packed : w.engine.packed, w.tokens, w.scratch);
+    const auto multiply = [&](const Stack& own, int64_t task, const float* input, int64_t before) {
+        const int64_t panel = task * at_once, count = std::min(at_once, panels_of(own) - panel);
+        const Products products = products_with(own);
+        (count == 2 ? products.of_two : products.of_one)(
+            own, own.data + layer * own.layer_bytes + panel * own.panel_bytes, input, w.tokens, w.scratch);
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t first = (panel + i) * PANEL;
-            emit(first, std::min<int64_t>(PANEL, stack.rows - first), w.scratch + i * w.step.batch * PANEL);
+            const int64_t first = (panel + i) * PANEL, rows = std::min<int64_t>(PANEL, own.rows - first);
+            emit(before + first, rows, w.scratch + i * w.step.batch * PANEL);
         }
+    };
+    const float* input = packed ? packed : w.engine.packed;
+    w.share(tasks + (rest ? (panels_of(*rest) + at_once - 1) / at_once : 0), grain, [&](int64_t task) {
+        if (task < tasks) return multiply(stack, task, input, 0);
+        multiply(*rest, task - tasks, takes_codes(*rest) ? input + rest_of_input(w, stack) : input, stack.rows);
     });
 }
 
@@ -143,6 +153,17 @@ inline void project(Work& w, const Stack& stack, int64_t layer, const float* bia
                 out[b * stack.rows + first + i] =
                     (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * (scales ? scales[first + i] : multiplier);
     });
+}
+
+// Queries, keys and values of a layer: heads [B, qkv and its rest].
+inline void project_heads(Work& w, const LayerParts& own) {
+    const int64_t rows = head_numbers(own);
+    product(w, own.qkv, 0, nullptr, [&](int64_t first, int64_t count, const float* sums) {
+        for (int64_t b = 0; b < w.step.batch; ++b)
+            for (int64_t i = 0; i < count; ++i)
+                w.engine.heads[b * rows + first + i] =
+                    sums[b * PANEL + i] + (own.qkv_bias ? own.qkv_bias[first + i] : 0.0f);
+    }, rest_of(own));
 }
 
 // Times `share` to the residual stream, or to where `settle` takes it from.
@@ -169,7 +190,7 @@ inline void add_product(Work& w, const Stack& stack, int64_t layer, const float*
 constexpr int64_t PIECE = MOST_GROUP;  // columns: whole groups of codes
 
 template <class Make>  // make(token, first column, columns, out)
-void make_input(Work& w, const Stack& matrix, Make make) {
+void make_input(Work& w, const Stack& matrix, Make make, const Stack* rest = nullptr) {
     w.share((matrix.cols + PIECE - 1) / PIECE, 1, [&](int64_t piece) {
         const int64_t first = piece * PIECE, count = std::min(PIECE, matrix.cols - first);
         float made[PIECE];
@@ -177,6 +198,8 @@ void make_input(Work& w, const Stack& matrix, Make make) {
         for (int64_t b = 0; b < w.step.batch; ++b, place.next()) {
             make(b, first, count, made);
             put_input(matrix, w.engine.packed, place, made, first, count);
+            if (rest && takes_codes(*rest))
+                put_input(*rest, w.engine.packed + rest_of_input(w, matrix), place, made, first, count);
         }
     });
 }
@@ -217,23 +240,23 @@ inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm,
 }
 
 // The input of a product: the norm of the residual stream, whose factors are known.
-inline void pack_normed(Work& w, const float* weight, const Stack& next) {
+inline void pack_normed(Work& w, const float* weight, const Stack& next, const Stack* rest = nullptr) {
     make_input(w, next, [&](int64_t b, int64_t first, int64_t count, float* out) {
         const float *x = w.engine.residual + b * w.model.hidden, factor = w.engine.factors[b];
         if (!weight) return void(std::copy(x + first, x + first + count, out));
         for (int64_t i = 0; i < count; ++i) out[i] = x[first + i] * factor * weight[first + i];
-    });
+    }, rest);
 }
 
 // weight: null where the residual stream itself is read; out_norm: of what was added last, or null; scalar: of the sum.
 inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr,
-                       float scalar = 1.0f) {
+                       float scalar = 1.0f, const Stack* rest = nullptr) {
     w.share(w.step.batch, 1, [&](int64_t b) {
         settle_stream(w, added, b, out_norm, scalar);
         w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
     });
     w.end_part();
-    pack_normed(w, weight, next);
+    pack_normed(w, weight, next, rest);
 }
 
 // -- the MLP of dense layers
