@@ -2,7 +2,8 @@
 
 A batch of n rows runs in the smallest bucket that holds it; unused entries point at the padding row. A step is two
 programs, the halves of ``eager.py``: forward (rows to logits), and one of a few samplers (logits to tokens, state
-advanced), which cover all that a request can ask for.
+advanced), which cover all that a request can ask for. A step with drafted tokens is a wider forward, captured for a few
+depths, and a sampler per turn (``eager.DrawnTurns``); the host waits only for what was accepted.
 
 Invariant: equal to eager, and after ``warm_up`` nothing is captured any more.
 """
@@ -22,9 +23,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from snapstream.exec.eager import DecodeStep, EagerDecode, StepParts
+from snapstream.exec.eager import DecodeStep, DraftBatch, DraftTurns, DrawnTurns, EagerDecode, StepParts
+from snapstream.exec.executors import MAX_DRAFTED, draft_sizes
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
+from snapstream.kernels.memory import upload
 
 Out = TypeVar("Out")  # a tensor, or a named tuple of tensors
 Program = Callable[..., Out]  # called with the tensors that it was captured with: same shapes, same addresses
@@ -108,6 +111,12 @@ def bucket_sizes(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < max_rows), max_rows)
 
 
+def depths_of(num_speculative_tokens: int) -> tuple[int, ...]:
+    """Lengths of drafts with their own programs, ascending."""
+    most = min(num_speculative_tokens, MAX_DRAFTED)
+    return (*(depth for depth in (1, 3) if depth < most), most) if most else ()
+
+
 def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
     """Whether ``sampler`` does all that ``needs`` requires."""
 
@@ -126,10 +135,14 @@ class Programs:
     buckets: tuple[int, ...]  # batch sizes, ascending
     samplers: tuple[SamplingNeeds, ...]  # of SAMPLERS
     doing: str  # label of the progress bar
+    depths: tuple[int, ...] = ()  # of drafts, ascending
 
 
 class GraphDecode:
-    """A ``DecodeStep`` whose programs are captured from eager decode and share its state."""
+    """A ``DecodeStep`` and ``Verifier`` whose programs are captured from eager decode and share its state."""
+
+    most_draft_rows: int | None = MAX_DRAFTED
+    keeps_latents = True
 
     def __init__(self, parts: StepParts, programs: Programs, halves: EagerDecode | None = None) -> None:
         """``halves`` of a step, by default eager's."""
@@ -141,12 +154,21 @@ class GraphDecode:
         most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
         self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
+        draft_rows = max((own for own in self._buckets if own <= MAX_DRAFTED), default=0)
+        self._shapes = {
+            (bucket, depth): draft_sizes(bucket, depth)
+            for bucket in self._buckets if bucket <= draft_rows for depth in programs.depths
+        }  # fmt: skip
+        most_drafted = max(map(sum, self._shapes.values()), default=0)
+        self._entries = torch.zeros((2, most_drafted), dtype=torch.int64, device=device)  # rows, tokens
+        self._draft_logits = torch.empty((most_drafted, vocab_size), dtype=torch.float32, device=device)
         self._forward: dict[int, Program[Tensor]] = {}
+        self._drafts: dict[tuple[int, int], Program[Tensor]] = {}
         self._samplers: dict[int, list[tuple[SamplingNeeds, Program[Sampled]]]] = {}
 
     @property
     def num_programs(self) -> int:
-        return len(self._buckets) * (1 + len(self._programs.samplers))
+        return len(self._buckets) * (1 + len(self._programs.samplers)) + len(self._shapes)
 
     def warm_up(self, progress: bool) -> None:
         """Make every program, the largest bucket first; only the padding row is fed."""
@@ -161,6 +183,11 @@ class GraphDecode:
 
     @torch.inference_mode()
     def _make(self, made: Callable[[], object]) -> None:
+        self._entries[0].fill_(self._padding_row)
+        for shape, sizes in sorted(self._shapes.items(), reverse=True):
+            entries, logits = self._entries[:, : sum(sizes)], self._draft_logits[: sum(sizes)]
+            self._drafts[shape] = self._maker.make(partial(self._run_drafts, sizes=sizes), *entries, logits)
+            made()
         for bucket in reversed(self._buckets):
             rows, logits = self._rows[:bucket].fill_(self._padding_row), self._logits[:bucket]
             self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)
@@ -174,16 +201,29 @@ class GraphDecode:
     def release(self) -> None:
         """Free the programs; no step runs afterwards. NCCL cannot leave a group while a graph holds its collectives."""
         self._forward.clear()
+        self._drafts.clear()
         self._samplers.clear()
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """See ``EagerDecode.step``; ``rows [B]`` int64 on the device, B at most the largest bucket."""
-        size = rows.shape[0]
         padded, logits = self._feed(rows)
-        for sampler_needs, program in self._samplers[padded.shape[0]]:
-            if covers(sampler_needs, needs):
-                return program(logits, padded).first(size)
-        return self._eager.draw(logits[:size], padded[:size], needs)
+        return self._sample(logits, padded, rows.shape[0], needs)
+
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+        """See ``EagerDecode.verify``; of at most ``most_draft_rows`` rows."""
+        host = DraftTurns.of(batch)
+        shape = self._bucket(len(host.order)), next(own for own in self._programs.depths if own >= len(host.rows) - 1)
+        sizes = self._shapes[shape]
+        padded = torch.tensor([self._padding_row, 0])[:, None].repeat(1, sum(sizes))
+        for own, *columns in zip(padded.split(sizes, dim=1), host.rows, host.inputs, strict=False):
+            own[:, : len(columns[0])] = torch.stack(columns)
+        entries, logits = self._entries[:, : sum(sizes)], self._draft_logits[: sum(sizes)]
+        entries.copy_(upload(padded, torch.int64, entries.device))
+        self._drafts[shape](*entries, logits)
+        drawn, (turns, inputs) = DrawnTurns(self._padding_row), (column.split(sizes) for column in entries)
+        used = len(host.rows)
+        drawn.draw(turns[:used], inputs[:used], logits[: sum(sizes[:used])], partial(self._draw_copied, needs=needs))
+        return drawn.accepted(host.order)
 
     def logits(self, rows: Tensor) -> Tensor:
         """See ``EagerDecode.logits``; overwritten by the next step."""
@@ -193,17 +233,43 @@ class GraphDecode:
         """See ``EagerDecode.draw``."""
         return self._eager.draw(logits, rows, needs)
 
-    def _feed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        size = rows.shape[0]
-        bucket = next(bucket for bucket in self._buckets if bucket >= size)
-        padded, logits = self._rows[:bucket], self._logits[:bucket]
+    def _bucket(self, size: int) -> int:
+        return next(bucket for bucket in self._buckets if bucket >= size)
+
+    def _pad(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of a bucket, and room for their logits."""
+        size, bucket = rows.shape[0], self._bucket(rows.shape[0])
+        padded = self._rows[:bucket]
         padded[:size] = rows
         padded[size:].fill_(self._padding_row)
-        self._forward[bucket](padded, logits)
+        return padded, self._logits[:bucket]
+
+    def _feed(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        padded, logits = self._pad(rows)
+        self._forward[padded.shape[0]](padded, logits)
         return padded, logits
+
+    def _sample(self, logits: Tensor, padded: Tensor, size: int, needs: SamplingNeeds) -> Sampled:
+        """Of the first ``size`` rows of a bucket; overwritten by the next sample."""
+        for sampler_needs, program in self._samplers[padded.shape[0]]:
+            if covers(sampler_needs, needs):
+                return program(logits, padded).first(size)
+        return self._eager.draw(logits[:size], padded[:size], needs)
+
+    def _draw_copied(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
+        """``draw`` by a program, of logits that lie elsewhere; not overwritten."""
+        padded, own = self._pad(rows)
+        own[: rows.shape[0]] = logits
+        sampled = self._sample(own, padded, rows.shape[0], needs)
+        return Sampled(
+            sampled.token_ids.clone(), *(None if column is None else column.clone() for column in sampled[1:])
+        )
 
     def _run_forward(self, rows: Tensor, logits: Tensor) -> Tensor:
         return logits.copy_(self._eager.logits(rows))
+
+    def _run_drafts(self, rows: Tensor, inputs: Tensor, logits: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        return logits.copy_(self._eager.draft_logits(rows.split(sizes), inputs)[0])
 
 
 def make_graph(
@@ -214,4 +280,5 @@ def make_graph(
 ) -> DecodeStep:
     """CUDA graphs for every batch size; what no sampler covers is sampled eagerly. ``maker``: for tests on a CPU."""
     buckets = buckets or bucket_sizes(parts.config.max_rows)
-    return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode"))
+    depths = depths_of(parts.config.num_speculative_tokens)
+    return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode", depths))

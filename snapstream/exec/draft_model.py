@@ -16,12 +16,12 @@ from time import perf_counter
 import torch
 
 from snapstream.config import EngineConfig, KVBudget, make_selector
-from snapstream.exec.eager import DecodeStep, StepParts
+from snapstream.exec.eager import DecodeStep, StepParts, draft_batch
 from snapstream.exec.looped import max_batch
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import History, draft_batch
+from snapstream.exec.speculation import History
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import Case
 from snapstream.kv.cache import KVCache
@@ -61,7 +61,7 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder, config: EngineConfig, target: DecodeStep) -> None:
         """``config``: of its steps (``plan/memory.py:speculator_config``). It uses the threads of ``target``."""
-        assert isinstance(target, LoopedDecode)  # alone verifies drafts
+        assert isinstance(target, LoopedDecode)  # others are refused beside a draft model
         self._decoder, self._capacity, device = decoder, config.budget.capacity, decoder.device
         spec = decoder.kv_spec(config.kv_dtype).limited(config.max_model_len)
         self._cache = KVCache(spec, config.max_rows, self._capacity, device, decoder.kernels)

@@ -6,9 +6,11 @@ row indices and the sampled ids stays on the device. ``cuda_graph.py`` captures 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,11 +21,12 @@ from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled, sample
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
 from snapstream.kernels.interface import RowPlaces
+from snapstream.kernels.memory import upload
 from snapstream.kv.cache import KVCache
 from snapstream.models.decoder import Decoder
 from snapstream.models.latent import DataParallelRowsView
 from snapstream.models.layers import KVView
-from snapstream.models.views import RowsView
+from snapstream.models.views import DraftsView, RowsView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,41 @@ class HoldsPrograms(Protocol):
         ...
 
 
+class DraftBatch(NamedTuple):
+    """Entries of a step, on the host: of each row its last token, then drafted ones; B entries in all."""
+
+    rows: Tensor  # [B] int64
+    ahead: Tensor  # [B] int64: index of an entry among those of its row
+    inputs: Tensor  # [B] int64: the tokens
+    starts: tuple[int, ...]  # first entry of each row
+
+
+def draft_batch(rows: Sequence[int], last: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftBatch:
+    """The entries of ``rows``: of each its ``last`` token, then its draft."""
+    entries = [
+        (row, ahead, token)
+        for row, first, draft in zip(rows, last, drafts, strict=True)
+        for ahead, token in enumerate((first, *draft))
+    ]
+    columns = torch.tensor(entries).t().contiguous()  # [3, B]
+    starts = tuple(index for index, (_, ahead, _) in enumerate(entries) if ahead == 0)
+    return DraftBatch(columns[0], columns[1], columns[2], starts)
+
+
+@runtime_checkable
+class Verifier(Protocol):
+    """A decode step that takes drafts (``speculation.py``)."""
+
+    most_draft_rows: int | None  # a larger batch takes none; None: no limit
+    keeps_latents: bool  # whether latents that drafted tokens overwrite are seen by the tokens before these
+
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+        """Feed the entries and sample after each. Returns the samples of accepted entries, row after row, and how many
+        each row has: at least 1. Rows are advanced by them.
+        """
+        ...
+
+
 MakeDecode = Callable[[StepParts], DecodeStep]
 
 
@@ -95,6 +133,17 @@ class RowsForward:
         angles = self._decoder.rope(positions, positions + 1)
         return self._decoder.run(self._rows.last_token[rows], angles, view)
 
+    def draft_logits(self, turns: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, DraftsView]:
+        """Feed ``inputs [N]`` turn by turn: ``turns[t] [n]`` int64 are the rows of those t tokens ahead of their rows'
+        last, the first rows of the turn before. Logits after each ``[N, V]`` fp32; rows are not advanced.
+        """
+        positions = torch.cat([self._rows.next_position[rows] + ahead for ahead, rows in enumerate(turns)])
+        kernels, places = self._decoder.kernels, self._rows.places
+        view = DraftsView(self._cache, kernels, [
+            (rows, places(rows, self._cache.spec, ahead, self._cache.heads)) for ahead, rows in enumerate(turns)
+        ])  # fmt: skip
+        return self._decoder.run(inputs, self._decoder.rope(positions, positions + 1), view), view
+
     def _view(self, rows: Tensor, positions: Tensor) -> KVView:
         kernels, state = self._decoder.kernels, self._rows
         queries = None if self._queries is None else self._queries.of_step(rows, positions)
@@ -102,8 +151,75 @@ class RowsForward:
         return RowsView(self._cache, rows, places, kernels, queries)
 
 
+class DraftTurns(NamedTuple):
+    """A ``DraftBatch`` turn by turn: the last tokens of all rows, then the first drafted ones of rows that have some,
+    and so on; rows with longer drafts first. On the host.
+    """
+
+    rows: Sequence[Tensor]  # [n] int64 each
+    inputs: Sequence[Tensor]
+    order: tuple[int, ...]  # by place in a turn, the row's index in the batch
+
+    @classmethod
+    def of(cls, batch: DraftBatch) -> DraftTurns:
+        ends = (*batch.starts[1:], len(batch.rows))
+        sizes = [end - start for start, end in zip(batch.starts, ends, strict=True)]
+        order = sorted(range(len(sizes)), key=lambda index: -sizes[index])
+        turns = [
+            torch.tensor([batch.starts[index] + ahead for index in order if sizes[index] > ahead])
+            for ahead in range(max(sizes))
+        ]
+        return cls([batch.rows[own] for own in turns], [batch.inputs[own] for own in turns], tuple(order))
+
+
+class DrawnTurns:
+    """Samples of a ``DraftBatch``, turn by turn: what a token changes (counts of penalties, the random stream) is seen
+    by the next of its row. A row goes on while its drafted tokens are those that it draws; its place is then taken by
+    the padding row, so that nothing waits for the host.
+    """
+
+    def __init__(self, padding_row: int) -> None:
+        self._padding_row = padding_row
+        self.rows: list[Tensor] = []  # of a turn, those that have gone on
+        self._drawn: list[Sampled] = []
+
+    def draw(
+        self,
+        turns: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        logits: Tensor,
+        draw: Callable[[Tensor, Tensor], Sampled],
+    ) -> None:
+        """All turns: their rows and tokens, ``logits [N, V]`` after each of these, and what samples after some."""
+        sizes = [len(rows) for rows in turns]
+        for rows, fed, own in zip(turns, inputs, logits.split(sizes), strict=True):
+            if self._drawn:
+                goes_on = self._drawn[-1].token_ids[: len(rows)] == fed
+                rows = torch.where(goes_on & (self.rows[-1][: len(rows)] != self._padding_row), rows, self._padding_row)
+            self.rows.append(rows)
+            self._drawn.append(draw(own, rows))
+
+    def accepted(self, order: Sequence[int]) -> tuple[Sampled, list[int]]:
+        """See ``Verifier.verify``; ``order``: see ``DraftTurns``. Waits for the device."""
+        sizes = [len(rows) for rows in self.rows]
+        has_drawn = [own.tolist() for own in (torch.cat(self.rows) != self._padding_row).cpu().split(sizes)]
+        found: list[list[int]] = [[] for _ in order]  # entries, by index in the batch
+        for start, turn in zip(accumulate(sizes, initial=0), has_drawn, strict=False):
+            for place, (index, is_drawn) in enumerate(zip(order, turn, strict=False)):
+                if is_drawn:
+                    found[index].append(start + place)
+        entries = upload([entry for own in found for entry in own], torch.int64, self.rows[0].device)
+        columns = ([own for own in column if own is not None] for column in zip(*self._drawn, strict=True))
+        ids, *reported = (torch.cat(column)[entries] if column else None for column in columns)
+        assert ids is not None
+        return Sampled(ids, *reported), list(map(len, found))
+
+
 class EagerDecode:
-    """A ``DecodeStep``."""
+    """A ``DecodeStep`` and a ``Verifier``."""
+
+    most_draft_rows: int | None = None
+    keeps_latents = True
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
@@ -130,3 +246,21 @@ class EagerDecode:
         sampled = sample(logits, self._parts.sampling, rows, needs)
         self._parts.rows.advance(rows, sampled.token_ids)
         return sampled
+
+    def draft_logits(self, turns: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, DraftsView]:
+        """See ``RowsForward.draft_logits``."""
+        return self._forward.draft_logits(turns, inputs)
+
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+        """See ``Verifier``; the caller restores slots that rejected tokens are written to."""
+        device = self._parts.decoder.device
+        host = DraftTurns.of(batch)
+        sizes = [len(rows) for rows in host.rows]
+        entries = upload(torch.stack((torch.cat(list(host.rows)), torch.cat(list(host.inputs)))), torch.int64, device)
+        turns, inputs = (column.split(sizes) for column in entries)
+        logits, view = self.draft_logits(turns, entries[1])
+        drawn = DrawnTurns(self._parts.padding_row)
+        drawn.draw(turns, inputs, logits, partial(self.draw, needs=needs))
+        if self._parts.cache.spec.has_states:
+            view.accept(drawn.rows[1:])
+        return drawn.accepted(host.order)

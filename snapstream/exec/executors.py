@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from snapstream.config import DTYPE_BYTES, EXECUTORS, EngineConfig, ModelConfig
+from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import imported
 from snapstream.models.registry import kv_spec_of
 
@@ -19,13 +20,13 @@ FALLBACK = EngineConfig.executor  # supports every model on every device
 PREFERRED = {"cpu": "looped", "cuda": "graph"}  # by type of device
 # Per batch entry and token of the vocabulary, with top-p: fp32 logits and scores, keys, integer weights, histogram.
 SAMPLING_BYTES = 52
+MAX_DRAFTED = 16  # drafted tokens of a step, over all rows
+_LOGITS_BYTES = 12  # of a drafted one and a token of the vocabulary: logits as computed, in fp32, and as they are kept
 
 
 def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """One entry of an eager batch: logits, the sampler's work, activations; on a GPU twice: graphs keep a copy."""
-    heads = max((model.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
-    activations = (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
-    batch = model.vocab_size * SAMPLING_BYTES + activations
+    batch = model.vocab_size * SAMPLING_BYTES + _activation_bytes(model, config)
     if config.device.startswith("cuda"):
         return 2 * batch
     if config.kv_dtype != "auto":  # the visible slots of one layer are dequantized, with per-head budgets head by head
@@ -33,6 +34,43 @@ def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
         dequantized = spec.layer_bytes(spec.max_slots(config.row_budget.capacity))
         batch += dequantized if config.heads is None else dequantized // model.num_kv_heads
     return batch
+
+
+def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    heads = max((model.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
+    return (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
+
+
+def draft_sizes(num_rows: int, depth: int) -> tuple[int, ...]:
+    """Entries of a step whose shape is fixed, by how far they are ahead: ``num_rows`` last tokens, then room for any
+    drafts of up to ``depth`` tokens a row.
+    """
+    return (num_rows, *(min(num_rows, MAX_DRAFTED // ahead) for ahead in range(1, depth + 1)))
+
+
+def eager_drafted_bytes(model: ModelConfig, config: EngineConfig) -> int:
+    """Of the drafted tokens of a step: their entries, copies of the slots that they overwrite, and of states what goes
+    on without them. On a GPU a step has room for any drafts, and graphs keep a copy.
+    """
+    if not config.num_speculative_tokens:
+        return 0
+    num_rows, depth = min(config.max_rows, MAX_DRAFTED), min(config.num_speculative_tokens, MAX_DRAFTED)
+    entries = 2 * sum(draft_sizes(num_rows, depth)) if config.device.startswith("cuda") else MAX_DRAFTED
+    spec = kv_spec_of(model, config.dtype, config.kv_dtype)
+    states = max(map(spec.layer_state_bytes, range(spec.num_layers)))
+    inputs = len(model.recurrent_layers) * _recurrence_size(model) * DTYPE_BYTES[config.dtype]
+    entry = model.vocab_size * _LOGITS_BYTES + _activation_bytes(model, config)
+    return entries * entry + MAX_DRAFTED * (spec.token_bytes() + 2 * states + inputs)
+
+
+def _recurrence_size(model: ModelConfig) -> int:
+    """Numbers of a token that a recurrent layer is fed (``models/recurrent.py``)."""
+    net = model.recurrent
+    if isinstance(net, DeltaNet):
+        return net.channels + net.value_heads * (1 + (net.key_dim if net.gate_rank else 1))
+    if isinstance(net, Mamba2):
+        return net.channels + net.heads
+    return 0 if net is None else 3 * net.channels
 
 
 def mlp_size(model: ModelConfig) -> int:
@@ -62,7 +100,8 @@ class Executor:
     supports_ranks: bool = False  # whether steps stop for the collectives of several ranks
     reads_row_formats: bool = False  # whether rows may have another dtype than the computation without being asked for
     dequantizes: bool = True  # whether products dequantize weights to a buffer of their own
-    verifies_drafts: bool = False  # whether a step takes drafted tokens (speculative decoding)
+    # Why its steps take no drafted tokens (speculative decoding) of such a model; None where they do.
+    why_not_drafts: Callable[[ModelConfig], str | None] = lambda model: "its steps verify no drafted tokens"
     batch_bytes: Callable[[ModelConfig, EngineConfig], int] = eager_batch_bytes  # of one entry of a decode batch
     scratch_bytes: Callable[[ModelConfig, EngineConfig], int] = lambda model, config: 0  # whatever the batch
 
@@ -86,10 +125,12 @@ def executor_of(name: str) -> Executor:
     return entry
 
 
-def why_not_speculative(config: EngineConfig) -> str | None:
+def why_not_speculative(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why an engine of this config cannot verify drafted tokens; None where it can."""
-    if not executor_of(config.executor).verifies_drafts:
-        return f"executor {config.executor!r} verifies no drafted tokens; 'looped', on a CPU, does"
+    if (reason := executor_of(config.executor).why_not_drafts(model)) is not None:
+        return f"executor {config.executor!r}: {reason}"
+    if model.has_uneven_layers:
+        return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
     if config.parallel.size > 1:
         return f"several ranks (tensor_parallel {config.parallel.size}) do not support it"
     if config.reselection is not None:
@@ -125,5 +166,23 @@ def _why_not_graph(model: ModelConfig, config: EngineConfig) -> str | None:
     return f"weights are {weights.describe()}, and quantized experts are counted on the host, which a graph cannot do"
 
 
-EAGER = Executor(make="snapstream.exec.eager:EagerDecode", supports_ranks=True, reads_row_formats=True)
-GRAPH = Executor(make="snapstream.exec.cuda_graph:make_graph", why_not=_why_not_graph, supports_ranks=True)
+def _why_no_captured_drafts(model: ModelConfig) -> str | None:
+    if model.recurrent_layers:
+        return f"{model.architecture} has recurrent layers, and no graph takes back their states; 'eager' does"
+    return None
+
+
+EAGER = Executor(
+    make="snapstream.exec.eager:EagerDecode",
+    supports_ranks=True,
+    reads_row_formats=True,
+    why_not_drafts=lambda model: None,
+    scratch_bytes=eager_drafted_bytes,
+)
+GRAPH = Executor(
+    make="snapstream.exec.cuda_graph:make_graph",
+    why_not=_why_not_graph,
+    supports_ranks=True,
+    why_not_drafts=_why_no_captured_drafts,
+    scratch_bytes=eager_drafted_bytes,
+)

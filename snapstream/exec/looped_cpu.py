@@ -19,12 +19,11 @@ from torch import Tensor
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
-from snapstream.exec.eager import StepParts
+from snapstream.exec.eager import DraftBatch, StepParts
 from snapstream.exec.looped import max_batch, why_not_looped, why_not_looped_ranks
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import DraftBatch
 from snapstream.kernels.cpu.looped.library import (
     ACTIVATIONS,
     FORMATS,
@@ -325,6 +324,9 @@ class LoopedDecode:
     A step is a RuntimeError where another rank has gone.
     """
 
+    most_draft_rows: int | None = None
+    keeps_latents = False  # they are written before any entry attends
+
     def __init__(self, parts: StepParts, num_threads: int | None = None, *, pool: ThreadPool | None = None) -> None:
         """``num_threads`` is torch's unless given; of a ``pool`` that is shared, steps must not overlap."""
         config = parts.config
@@ -388,7 +390,7 @@ class LoopedDecode:
         return self._logits[: len(rows)]
 
     def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
-        """See ``speculation.Verifier``."""
+        """See ``eager.Verifier``."""
         tokens = torch.empty_like(batch.rows) if needs == _GREEDY else None
         self._run_batch(batch, tokens)
         if tokens is not None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.config.kv import LEAST_PART
-from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts
+from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts, Verifier
 from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
 from snapstream.exec.prefix_store import PrefixMover, make_mover, save_row
@@ -38,7 +38,7 @@ from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import prompt_logprobs
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import Speculation, Verifier
+from snapstream.exec.speculation import Speculation
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.backends.autotune import PrefillAttention, choose
 from snapstream.kernels.backends.prefill import Case

@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from time import perf_counter
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from snapstream.config import KVBudget
-from snapstream.exec.eager import DecodeStep, StepParts
-from snapstream.exec.looped import MAX_DRAFTED
-from snapstream.exec.results import Verified
+from snapstream.exec.eager import DecodeStep, DraftBatch, StepParts, Verifier, draft_batch
+from snapstream.exec.executors import MAX_DRAFTED
+from snapstream.exec.results import Arriving, Stopwatch, Verified
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.kernels.memory import upload
 from snapstream.kv.spec import Window
 from snapstream.step import PrefillEntry
 
@@ -40,26 +40,6 @@ _PRIOR_SLOPE = 0.1  # a drafted token's share of the time of a step, before it i
 _PRIOR_RATE = 0.7  # share of drafted tokens that are accepted, before any was verified
 _READ_SHARE = 0.03  # of the time that is left of an answer, for reading its last tokens into the draft model
 LEAST_WAIT, MOST_WAIT = 32, 512  # steps in which a draft model that does not pay is not asked
-
-
-class DraftBatch(NamedTuple):
-    """Entries of a step: of each row its last token, then drafted ones; B entries in all."""
-
-    rows: Tensor  # [B] int64
-    ahead: Tensor  # [B] int64: index of an entry among those of its row
-    inputs: Tensor  # [B] int64: the tokens
-    starts: tuple[int, ...]  # first entry of each row
-
-
-@runtime_checkable
-class Verifier(Protocol):
-    """A decode step that takes drafts."""
-
-    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
-        """Feed the entries and sample after each. Returns the samples of accepted entries, row after row, and how many
-        each row has: at least 1. Rows are advanced by them.
-        """
-        ...
 
 
 class VerifyingStep(DecodeStep, Verifier, Protocol):
@@ -97,6 +77,11 @@ class History:
     @property
     def num_tokens(self) -> int:
         return self._end - self._start
+
+    @property
+    def last(self) -> int:
+        """The last token."""
+        return int(self._ids[self._end - 1])
 
     @property
     def token_ids(self) -> list[int]:
@@ -196,6 +181,10 @@ class Speculation:
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
         self._times = StepTimes()
+        self._num_steps = 0
+        # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.
+        self._fed: list[tuple[Sequence[_Row], Arriving]] = []
+        self._timed: list[tuple[int, Stopwatch]] = []
         self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
 
     def _least_ring(self, entry: PrefillEntry) -> int:
@@ -224,28 +213,61 @@ class Speculation:
     ) -> tuple[Sampled, list[Verified] | None]:
         """A decode step with drafts where they pay: samples, and what each row has of them; None: one each."""
         own = [self._rows[row] for row in rows]
-        last = self.parts.rows.last_token[batch_rows].tolist()
-        for row, token in zip(own, last, strict=True):
-            row.history.append(token)
+        for row in own:
             row.num_left -= 1
-        drafts = self._drafts(own)
+        self._num_steps += 1
+        self._fed.append((own, Arriving(self.parts.rows.last_token[batch_rows])))
+        drafts: list[list[int]] = [[] for _ in own]
         asked: set[int] = set()
-        if self.drafter is not None:
-            asked = self._ask(self.drafter, rows, own, drafts)
-        began = perf_counter()
+        if self._may_draft(own):
+            self._catch_up()
+            drafts = self._drafts(own)
+            if self.drafter is not None:
+                asked = self._ask(self.drafter, rows, own, drafts)
+        watch = Stopwatch(self.parts.decoder.device)
+        watch.start()
         if not any(drafts):
-            sampled = self.decode.step(batch_rows, needs)
-            self._times.add(len(rows), perf_counter() - began)
+            sampled, counts = self.decode.step(batch_rows, needs), None
+        else:
+            batch = draft_batch(rows, [row.history.last for row in own], drafts)
+            backup = self._backup(batch, own)
+            sampled, counts = self.decode.verify(batch, needs)
+            if backup is not None:
+                backup.restore(batch, counts)
+        watch.stop()
+        self._timed.append((len(rows) + sum(map(len, drafts)), watch))
+        if counts is None:
             return sampled, None
-        batch = draft_batch(rows, last, drafts)
-        backup = self._backup(batch, own)
-        sampled, counts = self.decode.verify(batch, needs)
-        if backup is not None:
-            backup.restore(batch, counts)
-        self._times.add(len(batch.rows), perf_counter() - began)
         for index, (row, draft, count) in enumerate(zip(own, drafts, counts, strict=True)):
             _learn(row, draft, count, is_model=index in asked)
         return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
+
+    def _may_draft(self, rows: Sequence[_Row]) -> bool:
+        """Whether any row is due for a lookup. On a GPU the others do not wait for the tokens of the last step."""
+        limit = self.decode.most_draft_rows
+        if limit is not None and len(rows) > limit:
+            self._catch_up(leave=1)
+            return False
+        if self.parts.decoder.device.type == "cpu":
+            return True
+        is_due = [row.most > 0 and row.pause == 0 for row in rows]
+        if any(is_due):
+            return True
+        for row in rows:
+            row.pause = max(row.pause - 1, 0)
+        if len(self._fed) > MAX_PAUSE:
+            self._catch_up(leave=1)
+        return False
+
+    def _catch_up(self, leave: int = 0) -> None:
+        """Add the tokens and times of steps, but for the last ``leave``, whose tokens may not have arrived."""
+        num_fed, num_timed = len(self._fed) - leave, max(len(self._timed) - leave, 0)
+        for rows, tokens in self._fed[:num_fed]:
+            for row, token in zip(rows, tokens.read()[0].tolist(), strict=True):
+                row.history.append(token)
+        for entries, watch in self._timed[:num_timed]:
+            self._times.add(entries, watch.milliseconds() / 1e3)
+        del self._fed[:num_fed], self._timed[:num_timed]
 
     def _drafts(self, rows: Sequence[_Row]) -> list[list[int]]:
         """Drafts of each row; tokens are added while the expected tokens per second rise."""
@@ -258,7 +280,8 @@ class Speculation:
             elif row.most > 0:
                 draft = row.history.draft(self._most(row))
                 row.num_empty = 0 if draft else row.num_empty + 1
-                row.pause = EMPTY_PAUSE if row.num_empty >= MANY_EMPTY else 0
+                if row.num_empty >= MANY_EMPTY:  # rows in the same steps, so that a GPU is waited for in few
+                    row.pause = EMPTY_PAUSE - self._num_steps % (EMPTY_PAUSE + 1)
             found.append(draft)
             values += [(row.rate ** (i + 1), index) for i in range(len(draft))]
         if not values:
@@ -276,7 +299,7 @@ class Speculation:
     def _most(self, row: _Row) -> int:
         """Tokens that may be drafted for a row now."""
         most = min(row.most, row.num_left - 1)
-        if self.parts.cache.spec.values_are_keys:  # latents are written before any entry attends
+        if self.parts.cache.spec.values_are_keys and not self.decode.keeps_latents:
             most = min(most, row.num_safe - row.history.num_tokens)
         return max(most, 0)
 
@@ -366,25 +389,14 @@ def _learn(row: _Row, draft: list[int], count: int, *, is_model: bool) -> None:
         row.pause = min(2**row.num_missed, MAX_PAUSE)
 
 
-def draft_batch(rows: Sequence[int], last: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftBatch:
-    """The entries of ``rows``: of each its ``last`` token, then its draft."""
-    entries = [
-        (row, ahead, token)
-        for row, first, draft in zip(rows, last, drafts, strict=True)
-        for ahead, token in enumerate((first, *draft))
-    ]
-    columns = torch.tensor(entries).t().contiguous()  # [3, B]
-    starts = tuple(index for index, (_, ahead, _) in enumerate(entries) if ahead == 0)
-    return DraftBatch(columns[0], columns[1], columns[2], starts)
-
-
 class SlotBackup:
     """Copies of the slots, in all layers that have some, that the drafted entries of a batch are written to."""
 
     def __init__(self, parts: StepParts, batch: DraftBatch) -> None:
         self._cache = cache = parts.cache
+        self._device = parts.decoder.device
         self._drafted = batch.ahead.nonzero().squeeze(1)  # entries
-        rows, ahead = batch.rows[self._drafted], batch.ahead[self._drafted]
+        rows, ahead = (upload(own[self._drafted], torch.int64, self._device) for own in (batch.rows, batch.ahead))
         places = parts.rows.places(rows, cache.spec, ahead, cache.heads)
         self._slots = cache.slot_indices(places)  # [L', drafted, G]
         self._kept = [stored[self._slots] for stored in cache.flat()]
@@ -393,7 +405,8 @@ class SlotBackup:
         """Put back what rejected entries overwrote; each row has accepted so many entries."""
         ends = torch.tensor([start + count for start, count in zip(batch.starts, counts, strict=True)])
         sizes = torch.diff(torch.tensor((*batch.starts, len(batch.rows))))
-        rejected = (torch.arange(len(batch.rows)) >= ends.repeat_interleave(sizes))[self._drafted]
+        is_rejected = (torch.arange(len(batch.rows)) >= ends.repeat_interleave(sizes))[self._drafted]
+        rejected = upload(is_rejected.nonzero().squeeze(1), torch.int64, self._device)
         slots = self._slots[:, rejected]
         for stored, kept in zip(self._cache.flat(), self._kept, strict=True):
             stored[slots] = kept[:, rejected]

@@ -361,3 +361,54 @@ class RowsView:
         if self._cache.encodings[0].format.scales != "head" or k_scale is None or v_scale is None:
             return None
         return k_scale[layer][self._rows][..., None, None], v_scale[layer][self._rows][..., None, None]
+
+
+class DraftsView:
+    """Attention of several new tokens per row, turn by turn: each is written and attends as by ``RowsView``, before the
+    next of its row overwrites a slot that it sees.
+
+    States of recurrent layers go on by the first turn alone; the others run on copies, and what they were fed is kept
+    until it is known which of them were right.
+    """
+
+    def __init__(self, cache: KVCache, kernels: Kernels, turns: Sequence[tuple[Tensor, Sequence[RowPlaces]]]) -> None:
+        """``turns``: rows ``[n]``, the first of those of the turn before, and their places by layer."""
+        self._cache, self._kernels = cache, kernels
+        self._rows = [rows for rows, _ in turns]
+        self._sizes = [len(rows) for rows in self._rows]
+        self._turns = [RowsView(cache, rows, places, kernels) for rows, places in turns]
+        self._fed: list[tuple[int, Sequence[Tensor], Recurrence, RowsRecurrence | None]] = []
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+        """See ``layers.KVView``: turn after turn, ``heads [N, H+2G, E]`` -> ``[N, H, E]``."""
+        angles: Sequence[CosSin | None] = [None] * len(self._sizes)
+        if rope is not None:
+            angles = list(zip(*(side.split(self._sizes) for side in rope), strict=True))
+        turns = zip(self._turns, heads.split(self._sizes), angles, strict=True)
+        return torch.cat([turn.attend(layer, own, norm, at) for turn, own, at in turns])
+
+    def recur(
+        self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
+    ) -> Tensor:
+        """See ``layers.StateView``."""
+        parts = [self._turns[0].recur(layer, inputs[: self._sizes[0]], recurrence, of_rows)]
+        if len(self._sizes) == 1:
+            return parts[0]
+        fed = inputs[self._sizes[0] :].clone().split(self._sizes[1:])
+        states = {name: tensor[self._rows[1]] for name, tensor in self._cache.state(layer).items()}  # copies
+        for own in fed:
+            parts.append(recurrence(own[:, None], {name: tensor[: len(own)] for name, tensor in states.items()})[:, 0])
+        self._fed.append((layer, fed, recurrence, of_rows))
+        return torch.cat(parts)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """See ``layers.StateView``: all."""
+        return x
+
+    def accept(self, turns: Sequence[Tensor]) -> None:
+        """Go on with the states of ``turns[t] [n]``, the rows of turn t + 1, or the padding row in place of those whose
+        tokens are rejected.
+        """
+        for layer, fed, recurrence, of_rows in self._fed:
+            for rows, own in zip(turns, fed, strict=True):
+                RowsView(self._cache, rows, (), self._kernels).recur(layer, own, recurrence, of_rows)

@@ -258,7 +258,9 @@ def with_speculator(options: EngineOptions, *, config_only: bool = False) -> Eng
     return replace(options, speculative_model=Speculator(folder=str(folder), model=model, formats=formats))
 
 
-def _why_not_speculator(model: ModelConfig) -> str | None:
+def _why_not_speculator(model: ModelConfig, executor: str) -> str | None:
+    if executor != "looped":
+        return f"executor is {executor!r}; a draft model runs beside 'looped', on a CPU"
     if model.recurrent_layers:
         return f"{model.architecture} has recurrent layers; such a model takes drafts, and drafts none"
     if model.has_uneven_layers:
@@ -269,13 +271,15 @@ def _why_not_speculator(model: ModelConfig) -> str | None:
 def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOptions) -> EngineConfig:
     """With as many drafted tokens as the user or the default wants; ValueError where the engine cannot verify any."""
     speculator = options.speculative_model
-    wanted, problem = options.num_speculative_tokens, why_not_speculative(config)
-    if problem is None and model.has_uneven_layers:
-        problem = f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
-    if isinstance(speculator, Speculator) and (reason := problem or _why_not_speculator(speculator.model)) is not None:
-        raise ValueError(f"speculative_model is {speculator.folder!r}: {reason}")
+    wanted, problem = options.num_speculative_tokens, why_not_speculative(model, config)
+    if isinstance(speculator, Speculator):
+        reason = problem or _why_not_speculator(speculator.model, config.executor)
+        if reason is not None:
+            raise ValueError(f"speculative_model is {speculator.folder!r}: {reason}")
     if wanted == "auto":
-        wanted = SPECULATIVE_TOKENS if problem is None else 0
+        # Eager steps on a CPU are what others are compared with: products of wider steps round differently there.
+        is_reference = config.executor == FALLBACK and config.device == "cpu"
+        wanted = SPECULATIVE_TOKENS if problem is None and not is_reference else 0
     elif wanted and problem is not None:
         raise ValueError(f"num_speculative_tokens is {wanted}: {problem}; leave it out")
     assert not isinstance(speculator, str), "options come from with_speculator"

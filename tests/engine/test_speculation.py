@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,21 +13,28 @@ import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
+from snapstream.config import EngineConfig, EngineOptions
 from snapstream.config.engine import Speculator
 from snapstream.config.kv import HeadProfile
 from snapstream.exec import draft_model, speculation
+from snapstream.exec.cuda_graph import make_graph
 from snapstream.exec.draft_model import DraftModel
+from snapstream.exec.eager import DraftBatch
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.speculation import MIN_MATCH, DraftBatch, History, Speculation, StepTimes
+from snapstream.exec.speculation import MIN_MATCH, History, Speculation, StepTimes
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import kv_spec_of, read_model_config
-from snapstream.types import Request
+from snapstream.plan.fit import engine_config
+from snapstream.startup.build import build_runner
+from snapstream.types import Logprob, Request
 from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_graph import PlainMaker
 from tests.parity.test_heads import profile, uneven
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
+EXECUTORS = [pytest.param("looped", marks=needs_compiler), "eager", "graph"]  # graph: plain functions for CUDA graphs
 
 BUDGETS = {"full": "full", "rows": KVBudget(num_sink=2, num_topk=14, num_recent=16)}
 MODELS = [
@@ -34,6 +42,15 @@ MODELS = [
     "gemma2", "gemma3", "olmo3", "lfm2", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid", "granite-hybrid-moe",
     "nemotron-h", "nemotron-3", "kimi-linear", "falcon-h1", "falcon-h1-norm",
 ]  # fmt: skip
+
+
+# Every model with the executor whose products are batch-invariant; with the others full rows.
+CASES = [pytest.param(name, budget, "looped", marks=needs_compiler) for name in MODELS for budget in BUDGETS]
+CASES += [pytest.param(name, "rows", "eager") for name in MODELS]
+CASES += [pytest.param("qwen3", "full", "graph")]
+CASES += [
+    pytest.param(name, "rows", "graph") for name in ("qwen3", "mistral-window", "mixtral", "deepseek-v3", "gpt-oss")
+]
 
 
 class Oracle:
@@ -95,8 +112,25 @@ def draw_params(random: Random) -> SamplingParams:
     )
 
 
+def by(executor: str) -> dict[str, Any]:
+    """Settings of an LLM."""
+    if executor != "graph":
+        return {"executor": executor}
+    return {
+        "executor": "eager",
+        "make_runner": partial(build_runner, make_decode=partial(make_graph, maker=PlainMaker())),
+    }
+
+
+def rounded(logprobs: list[Logprob] | None) -> list[str] | None:
+    return None if logprobs is None else [f"{own.token_id} {own.logprob:.2f} {len(own.top)}" for own in logprobs]
+
+
 def answers(folder: Path, count: int, prompts: list[list[int]], params: list[SamplingParams], **settings: Any) -> Any:
-    """What every sample says, prompts with their answers, and how many drafted tokens were verified and accepted."""
+    """What every sample says, prompts with their answers, and how many drafted tokens were verified and accepted.
+
+    Log-probabilities are to the bit where products are batch-invariant, else to three digits.
+    """
     settings = {
         "max_model_len": 256,
         "max_rows": 5,
@@ -104,10 +138,15 @@ def answers(folder: Path, count: int, prompts: list[list[int]], params: list[Sam
         "progress": False,
         "executor": "looped",
     } | settings
+    is_exact = settings["executor"] == "looped"
+    settings |= by(settings["executor"])
     with LLM(folder, num_speculative_tokens=count, **settings) as llm:
         outputs = llm.generate(prompts, params)
         said = [
-            [(own.token_ids, own.finish_reason, own.stop_reason, own.logprobs) for own in output.samples]
+            [
+                (own.token_ids, own.finish_reason, own.stop_reason, own.logprobs if is_exact else rounded(own.logprobs))
+                for own in output.samples
+            ]
             for output in outputs
         ]
         texts = [[*output.prompt_token_ids, *own.token_ids] for output in outputs for own in output.samples]
@@ -117,14 +156,14 @@ def answers(folder: Path, count: int, prompts: list[list[int]], params: list[Sam
         return repr(said), texts, (drafted, accepted)
 
 
-@needs_compiler
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_without_drafts(name: str, budget: str, tmp_path: Path, oracle: Oracle) -> None:
+@pytest.mark.parametrize(("name", "budget", "executor"), CASES)
+def test_answers_are_those_without_drafts(
+    name: str, budget: str, executor: str, tmp_path: Path, oracle: Oracle
+) -> None:
     folder, random = save(make_model(name), tmp_path), Random(f"{name} {budget}")
     prompts = [repeating(random, random.choice([1, 4, 30, 33, 90, 150])) for _ in range(14)]
     params = [draw_params(random) for _ in prompts]
-    settings: dict[str, Any] = {"budget": BUDGETS[budget]}
+    settings: dict[str, Any] = {"budget": BUDGETS[budget], "executor": executor}
     if name in (
         "mixtral", "deepseek-v3", "gpt-oss", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid-moe", "nemotron-3",
         "kimi-linear",
@@ -136,21 +175,23 @@ def test_answers_are_those_without_drafts(name: str, budget: str, tmp_path: Path
     assert none == (0, 0) and num_drafted > num_accepted > 10
 
 
-@needs_compiler
+@pytest.mark.parametrize("executor", EXECUTORS[:2])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "int4", "int8/int4"])
-def test_rows_of_other_formats_and_heads_with_their_own_budgets(kv_dtype: str, tmp_path: Path, oracle: Oracle) -> None:
+def test_rows_of_other_formats_and_heads_with_their_own_budgets(
+    kv_dtype: str, executor: str, tmp_path: Path, oracle: Oracle
+) -> None:
     folder, random = save(make_model("qwen3", head_dim=32), tmp_path), Random(kv_dtype)
     prompts = [repeating(random, 100) for _ in range(9)]
     params = [draw_params(random) for _ in prompts]
-    settings = {"budget": BUDGETS["rows"], "kv_dtype": kv_dtype, "heads": profile(folder)}
+    settings = {"budget": BUDGETS["rows"], "kv_dtype": kv_dtype, "heads": profile(folder), "executor": executor}
     want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
     got, _, (num_drafted, num_accepted) = answers(folder, 3, prompts, params, **settings)
     assert got == want and num_drafted > num_accepted > 5
 
 
-@needs_compiler
+@pytest.mark.parametrize("executor", EXECUTORS[:2])
 @pytest.mark.parametrize("name", ["qwen2-windows", "lfm2"])
-def test_heads_with_their_own_budgets_in_some_layers(name: str, tmp_path: Path, oracle: Oracle) -> None:
+def test_heads_with_their_own_budgets_in_some_layers(name: str, executor: str, tmp_path: Path, oracle: Oracle) -> None:
     """Of drafted tokens that are rejected, slots are restored in full layers and in rings of windows."""
     folder, random = save(make_model(name), tmp_path), Random(name)
     prompts = [repeating(random, 100) for _ in range(9)]
@@ -158,15 +199,29 @@ def test_heads_with_their_own_budgets_in_some_layers(name: str, tmp_path: Path, 
     model = read_model_config(folder)
     layers = len(kv_spec_of(model, "float32").budget_layers)
     heads = HeadProfile(shares=uneven(layers, model.num_kv_heads), model=fingerprint(folder))
-    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "heads": heads}
+    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "heads": heads, "executor": executor}
     want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
     got, _, (num_drafted, num_accepted) = answers(folder, 3, prompts, params, **settings)
     assert got == want and num_drafted > num_accepted > 5
 
 
-@needs_compiler
+@pytest.mark.parametrize("max_rows", [16, 17])
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_short_rings_in_full_batches(executor: str, max_rows: int, tmp_path: Path, oracle: Oracle) -> None:
+    """Drafts as long as a ring lets them be; graphs verify none in batches of 17."""
+    folder, random = save(make_model("llama-gqa-tied"), tmp_path), Random(max_rows)
+    prompts = [repeating(random, random.choice([4, 31, 90])) for _ in range(19)]
+    params = [replace(draw_params(random), n=1) for _ in prompts]
+    budget = KVBudget(num_sink=1, num_topk=25, num_recent=6)
+    settings: dict[str, Any] = {"budget": budget, "executor": executor, "max_rows": max_rows}
+    want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 16, prompts, params, **settings)
+    assert got == want and num_drafted > num_accepted > 10
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.usefixtures("costless")
-def test_text_that_repeats_takes_fewer_steps() -> None:
+def test_text_that_repeats_takes_fewer_steps(executor: str) -> None:
     """Of a trained model: most drafts are right, also behind a compressed prompt, and stop strings end where they do
     without drafts."""
     text = "The quick brown fox jumps over the lazy dog. " * 12
@@ -178,7 +233,8 @@ def test_text_that_repeats_takes_fewer_steps() -> None:
     for budget in ("full", 96):
         said = []
         for count in (0, 8):
-            with LLM(TINY_MODEL, budget=budget, num_speculative_tokens=count, progress=False) as llm:
+            settings = by(executor) | {"budget": budget, "num_speculative_tokens": count, "max_rows": 4}
+            with LLM(TINY_MODEL, progress=False, **settings) as llm:
                 outputs = llm.generate([text, text[:150] + "The quick", text[:99]], params)
                 said.append([(output.text, output.token_ids) for output in outputs])
         assert said[0] == said[1]
@@ -201,9 +257,9 @@ def test_a_prediction_is_drafted_from() -> None:
     assert got.timings.accepted_tokens > 30 > want.timings.accepted_tokens
 
 
-@needs_compiler
+@pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.usefixtures("costless")
-def test_grammars_draft_nothing_and_their_neighbours_do() -> None:
+def test_grammars_draft_nothing_and_their_neighbours_do(executor: str) -> None:
     from snapstream.types import Grammar
 
     text = "one two three four five six seven " * 9
@@ -213,7 +269,7 @@ def test_grammars_draft_nothing_and_their_neighbours_do() -> None:
     ]
     said = []
     for count in (0, 8):
-        with LLM(TINY_MODEL, num_speculative_tokens=count, progress=False) as llm:
+        with LLM(TINY_MODEL, num_speculative_tokens=count, max_rows=4, progress=False, **by(executor)) as llm:
             said.append([output.token_ids for output in llm.generate([text, text], params)])
     assert said[0] == said[1]
 
@@ -236,16 +292,28 @@ def test_an_aborted_row_drafts_for_its_next_owner() -> None:
     assert got.token_ids == want.token_ids
 
 
+def test_what_cannot_be_verified_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens is 4: .*several ranks"):
+        LLM(TINY_MODEL, num_speculative_tokens=4, progress=False, tensor_parallel=2)
+
+
+def decided(name: str, folder: Path, device: str, **options: Any) -> EngineConfig:
+    model = read_model_config(save(make_model(name), folder))
+    return engine_config(model, EngineOptions(**options), KVBudget.full(128), 128, device=device)
+
+
 @pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"executor": "eager"}, "executor 'eager' verifies no drafted tokens"),
-        ({"tensor_parallel": 2}, "several ranks"),
-    ],
-)
-def test_what_cannot_be_verified_is_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ValueError, match=f"num_speculative_tokens is 4: .*{reason}"):
-        LLM(TINY_MODEL, num_speculative_tokens=4, progress=False, **settings)
+    ("name", "device", "executor", "count"),
+    [("qwen3", "cpu", "looped", 8), ("qwen3", "cpu", "eager", 0), ("qwen3", "cuda", "eager", 8),
+     ("qwen3", "cuda", "graph", 8), ("lfm2", "cuda", "eager", 8), ("lfm2", "cuda", "graph", 0)],
+)  # fmt: skip
+def test_it_is_on_where_it_may_pay(name: str, device: str, executor: str, count: int, tmp_path: Path) -> None:
+    assert decided(name, tmp_path, device, executor=executor).num_speculative_tokens == count
+
+
+def test_graphs_take_back_no_states(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="num_speculative_tokens is 4: executor 'graph': Lfm2.* recurrent layers"):
+        decided("lfm2", tmp_path, "cuda", num_speculative_tokens=4)
 
 
 @pytest.fixture
@@ -368,7 +436,7 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"executor": "eager"}, "executor 'eager' verifies no drafted tokens"),
+        ({"executor": "eager"}, "executor is 'eager'; a draft model runs beside 'looped', on a CPU"),
         ({"tensor_parallel": 2}, "several ranks"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),
@@ -427,6 +495,9 @@ def plain_draft(ids: list[int], most: int) -> list[int]:
 
 class NeverRight:
     """A step whose drafts are all wrong, and that costs its entries."""
+
+    most_draft_rows: int | None = None
+    keeps_latents = True
 
     def __init__(self) -> None:
         self.num_verified: list[int] = []

@@ -19,13 +19,13 @@ from torch import Tensor
 from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
 from snapstream.config.weights import SUB_BLOCK, stack_name
-from snapstream.exec.eager import EagerDecode
-from snapstream.exec.looped import MAX_DRAFTED
+from snapstream.exec.eager import EagerDecode, draft_batch
+from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
-from snapstream.exec.speculation import SlotBackup, draft_batch
+from snapstream.exec.speculation import SlotBackup
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kv.spec import Window

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from snapstream.config import KVDType, ModelConfig, ReselectionConfig, WeightFormats
-from snapstream.exec.eager import EagerDecode
+from snapstream.exec.eager import EagerDecode, draft_batch
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import NO_TOKEN
 from snapstream.exec.sampling_state import SamplingNeeds
-from snapstream.exec.speculation import SlotBackup, draft_batch
+from snapstream.exec.speculation import SlotBackup
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.llm import LLM

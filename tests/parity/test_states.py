@@ -390,7 +390,6 @@ _EVEN = HeadProfile(shares=((0.1, 0.1),) * 5, model="", made_by="hand")
     [
         ({"heads": _EVEN, "budget": 64}, "5 layers of 2 kv heads; this model has 2 of 2 to which a budget applies"),
         ({"executor": "graph"}, "CUDA graphs"),
-        ({"num_speculative_tokens": 4, "executor": "eager"}, "verifies no drafted tokens"),
     ],
 )
 def test_what_is_not_supported_is_refused(options: dict[str, Any], problem: str, folder: Path) -> None:

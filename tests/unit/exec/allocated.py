@@ -11,7 +11,10 @@ from benchmarks.stand_ins import occupy
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.distributed.group import Alone, Group
 from snapstream.exec import runner as model_runner
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.executors import draft_sizes
 from snapstream.exec.runner import ModelRunner
+from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.backends.autotune import PrefillAttention
 from snapstream.kernels.interface import bind
 from snapstream.models.decoder import Decoder
@@ -47,6 +50,14 @@ def measured(
         runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
         occupy(runner, range(rows), length, SAMPLED)
         runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(rows))))
+        if depth := config.num_speculative_tokens:
+            sizes, eager = draft_sizes(rows, depth), EagerDecode(runner.step_parts)
+            entries = torch.zeros(sum(sizes), dtype=torch.int64, device="meta")
+            with torch.inference_mode():
+                held = torch.empty(sum(sizes), model.vocab_size, device="meta")
+                logits, _ = eager.draft_logits(entries.split(sizes), entries)
+                eager.draw(held.copy_(logits)[:rows], entries[:rows], SamplingNeeds.of([SAMPLED]))
+                del held, logits
         if runner.reselector is not None:
             with torch.inference_mode():
                 runner.reselector.reselect(0)

@@ -78,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "float32"},
     "fp8": {"kv_dtype": "fp8"},
+    "drafts": {"num_speculative_tokens": 8},
     "reselection": {"reselection": ReselectionConfig(every=40)},
     "hops": {"selector": Hops()},
     "heads": {"heads": HEADS},
