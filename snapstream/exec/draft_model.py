@@ -17,7 +17,7 @@ import torch
 
 from snapstream.config import EngineConfig, KVBudget, make_selector
 from snapstream.exec.eager import DecodeStep, StepParts, draft_batch
-from snapstream.exec.looped import max_batch
+from snapstream.exec.executors import max_batch
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState

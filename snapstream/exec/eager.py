@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig
+from snapstream.exec.executors import max_batch
 from snapstream.exec.reselection import RecentQueries
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled, sample
@@ -137,6 +138,7 @@ class RowsForward:
         """Feed ``inputs [N]`` turn by turn: ``turns[t] [n]`` int64 are the rows of those t tokens ahead of their rows'
         last, the first rows of the turn before. Logits after each ``[N, V]`` fp32; rows are not advanced.
         """
+        turns = [rows.clone() for rows in turns]  # aligned in memory, or Triton would compile more kernels
         positions = torch.cat([self._rows.next_position[rows] + ahead for ahead, rows in enumerate(turns)])
         kernels, places = self._decoder.kernels, self._rows.places
         view = DraftsView(self._cache, kernels, [
@@ -231,7 +233,7 @@ class EagerDecode:
         kernels = self._parts.decoder.kernels
         if kernels.version == "triton":
             for size in kernels.batch_tiles:
-                if size <= self._parts.config.max_rows:
+                if size <= max_batch(self._parts.config):
                     self.logits(torch.full((size,), self._parts.padding_row, device=self._parts.decoder.device))
 
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:

@@ -21,7 +21,9 @@ PREFERRED = {"cpu": "looped", "cuda": "graph"}  # by type of device
 # Per batch entry and token of the vocabulary, with top-p: fp32 logits and scores, keys, integer weights, histogram.
 SAMPLING_BYTES = 52
 MAX_DRAFTED = 16  # drafted tokens of a step, over all rows
-_LOGITS_BYTES = 12  # of a drafted one and a token of the vocabulary: logits as computed, in fp32, and as they are kept
+# Of a drafted one and a token of the vocabulary: logits as computed, in fp32 and by turn. On a GPU only where they are
+# kept: as batches are counted twice there, the room to sample in holds the others.
+_LOGITS_BYTES, _KEPT_LOGITS_BYTES = 12, 4
 
 
 def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
@@ -41,6 +43,11 @@ def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
     return (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
 
 
+def max_batch(config: EngineConfig) -> int:
+    """Entries of a step: a row has one, and more with drafted tokens."""
+    return config.max_rows + (MAX_DRAFTED if config.num_speculative_tokens else 0)
+
+
 def draft_sizes(num_rows: int, depth: int) -> tuple[int, ...]:
     """Entries of a step whose shape is fixed, by how far they are ahead: ``num_rows`` last tokens, then room for any
     drafts of up to ``depth`` tokens a row.
@@ -50,17 +57,19 @@ def draft_sizes(num_rows: int, depth: int) -> tuple[int, ...]:
 
 def eager_drafted_bytes(model: ModelConfig, config: EngineConfig) -> int:
     """Of the drafted tokens of a step: their entries, copies of the slots that they overwrite, and of states what goes
-    on without them. On a GPU a step has room for any drafts, and graphs keep a copy.
+    on without them. On a GPU a step has room for any drafts.
     """
     if not config.num_speculative_tokens:
         return 0
-    num_rows, depth = min(config.max_rows, MAX_DRAFTED), min(config.num_speculative_tokens, MAX_DRAFTED)
-    entries = 2 * sum(draft_sizes(num_rows, depth)) if config.device.startswith("cuda") else MAX_DRAFTED
+    drafted, logits = MAX_DRAFTED, MAX_DRAFTED * _LOGITS_BYTES
+    if config.device.startswith("cuda"):
+        sizes = draft_sizes(MAX_DRAFTED, min(config.num_speculative_tokens, MAX_DRAFTED))
+        drafted, logits = sum(sizes[1:]), sum(sizes) * _KEPT_LOGITS_BYTES
     spec = kv_spec_of(model, config.dtype, config.kv_dtype)
     states = max(map(spec.layer_state_bytes, range(spec.num_layers)))
     inputs = len(model.recurrent_layers) * _recurrence_size(model) * DTYPE_BYTES[config.dtype]
-    entry = model.vocab_size * _LOGITS_BYTES + _activation_bytes(model, config)
-    return entries * entry + MAX_DRAFTED * (spec.token_bytes() + 2 * states + inputs)
+    of_entries = model.vocab_size * logits + drafted * _activation_bytes(model, config)
+    return of_entries + MAX_DRAFTED * (spec.token_bytes() + 2 * states + inputs)
 
 
 def _recurrence_size(model: ModelConfig) -> int:

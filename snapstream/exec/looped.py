@@ -12,7 +12,7 @@ from functools import partial
 from snapstream.config import EngineConfig, ModelConfig, ParallelConfig, WeightFormats
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import num_cores
-from snapstream.exec.executors import MAX_DRAFTED, Executor
+from snapstream.exec.executors import Executor, max_batch
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
 from snapstream.models.tensors import base_name
 
@@ -216,11 +216,6 @@ def _sampling_bytes(vocab_size: int) -> int:
 
 def _padded(columns: int) -> int:
     return -(-columns // _ALIGN) * _ALIGN
-
-
-def max_batch(config: EngineConfig) -> int:
-    """Entries of a step: a row has one, and more with drafted tokens."""
-    return config.max_rows + (MAX_DRAFTED if config.num_speculative_tokens else 0)
 
 
 def _scratch_bytes(model: ModelConfig, config: EngineConfig) -> int:

@@ -3,12 +3,15 @@
 A draft continues the last earlier occurrence of a row's last tokens, in its prompt or its answer (prompt lookup,
 Saxena 2023); where there is none, a draft model may give one (``draft_model.py``). The step feeds the row's last token
 and the drafted ones as entries of one batch; entry i sees exactly the slots that it would see alone, so its logits are
-the same bits (products are batch-invariant). A drafted token is accepted if the sampler draws it, which is a function
-of logits, seed and count alone: answers are the same with and without drafts, greedy or sampled.
+the same (of ``looped`` to the bit: its products are batch-invariant). A drafted token is accepted if the sampler draws
+it, which is a function of logits, seed and count alone: answers are the same with and without drafts, greedy or
+sampled.
 
 Slots of rejected tokens beyond a row's length are never read. Those that overwrote a slot of a full ring are restored.
 Recurrent states go on by a row's last token alone, and then by the drafted ones that were accepted, from their inputs
-(``kernels/cpu/looped/recurrent.h``).
+(``models/views.py:DraftsView``, ``kernels/cpu/looped/recurrent.h``).
+
+On a GPU only steps that look a draft up wait for the tokens of the one before; times are those of events.
 """
 
 from __future__ import annotations

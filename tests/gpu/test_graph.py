@@ -28,6 +28,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.plan.memory import engine_memory
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from snapstream.types import SamplingParams
+from tests.engine.test_speculation import Oracle, draw_params, repeating
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
@@ -71,20 +72,66 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("executor", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("qwen3", {}), ("qwen2", {"budget": "full"}), ("mistral-window", {}), ("deepseek-v3", {"max_rows": 16}),
+     ("gpt-oss", {"max_rows": 16}), ("mixtral", {"max_rows": 17}), ("lfm2", {}), ("qwen3.5", {})],
+)  # fmt: skip
+def test_drafts_change_no_token(
+    name: str, settings: dict[str, Any], executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts right and wrong, in rings that have wrapped around; graphs draft nothing for models with states."""
+    oracle, rng, folder = Oracle(monkeypatch), random.Random(name), save(make_model(name), tmp_path)
+    prompts = [repeating(rng, rng.choice([1, 30, 33, 90, 110])) for _ in range(14)]
+    sampling = [replace(draw_params(rng), n=1, logprobs=None) for _ in prompts]
+    has_drafts = executor == "eager" or name not in ("lfm2", "qwen3.5")
+    said = []
+    for count in (0, 4 if has_drafts else "auto"):
+        own: dict[str, Any] = {**SETTINGS, **settings, "executor": executor, "num_speculative_tokens": count}
+        with LLM(folder, **own) as llm:
+            outputs = llm.generate(prompts, sampling)
+        said.append([output.token_ids for output in outputs])
+        oracle.texts = [[*output.prompt_token_ids, *output.token_ids] for output in outputs]
+    assert said[0] == said[1]
+    drafted, accepted = (
+        sum(getattr(output.timings, own) for output in outputs) for own in ("drafted_tokens", "accepted_tokens")
+    )
+    assert drafted > accepted > 5 if has_drafts else drafted == 0
+
+
+@pytest.mark.parametrize("executor", ["eager", "graph"])
+def test_steps_that_draft_nothing_never_wait(executor: str) -> None:
+    """A ring of one slot leaves no room for a draft."""
+    budget = KVBudget(num_sink=4, num_topk=507, num_recent=1)
+    runner = make_runner(torch.bfloat16, executor, budget=budget, num_speculative_tokens=4)
+    runner.submit(prefill(runner, (0, 1), 900, 0, SamplingParams(temperature=0.0))).result()
+    for step in range(1, 70):  # the host catches up with histories now and then
+        runner.submit(StepPlan(step_id=step, decode_rows=(0, 1))).result()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = runner.submit(StepPlan(step_id=70, decode_rows=(0, 1)))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(pending.result().decoded) == 2
+
+
 def test_graph_is_the_default(tmp_path: Path) -> None:
     with LLM(save(make_model("qwen3"), tmp_path), **SETTINGS) as llm:
         runner: Any = llm.engine.runner
         assert isinstance(runner.decode, GraphDecode)
 
 
-def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12) -> ModelRunner:
+def make_runner(dtype: torch.dtype, executor: str, max_rows: int = 12, **settings: Any) -> ModelRunner:
     model = ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=32_000, hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=2,
         head_dim=64, intermediate_size=1024, max_position=8192, eos_token_ids=(2,),
     )  # fmt: skip
     config = EngineConfig(
-        budget=KVBudget.of(512), max_model_len=4096, max_rows=max_rows, chunking=Chunking(chunk_len=256, short_len=256),
+        max_model_len=4096, max_rows=max_rows, chunking=Chunking(chunk_len=256, short_len=256),
         dtype=cast(DType, str(dtype).removeprefix("torch.")), device="cuda", executor=executor,
+        **{"budget": KVBudget.of(512)} | settings,
     )  # fmt: skip
     return ModelRunner(Decoder(model, random_weights(model, dtype, "cuda", seed=0)), config)
 

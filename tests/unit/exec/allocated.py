@@ -12,7 +12,7 @@ from snapstream.config import EngineConfig, ModelConfig
 from snapstream.distributed.group import Alone, Group
 from snapstream.exec import runner as model_runner
 from snapstream.exec.eager import EagerDecode
-from snapstream.exec.executors import draft_sizes
+from snapstream.exec.executors import MAX_DRAFTED, draft_sizes
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.backends.autotune import PrefillAttention
@@ -42,7 +42,10 @@ def measured(
         runner.prefill_attention = PrefillAttention(
             "none", lambda q, k, v, **_: q.new_empty(q.shape), packed_name="loop", attend_packed=None, why=""
         )  # a kernel that returns its result and takes nothing else
+        runner.speculation = None  # it would read tokens
         static = live.now
+        sizes = draft_sizes(MAX_DRAFTED, config.num_speculative_tokens) if config.num_speculative_tokens else ()
+        held = torch.empty(sum(sizes), model.vocab_size, device="meta")  # as captured steps of 16 rows hold them
         entry = PrefillEntry(request_id="r", token_ids=(5,) * length, rows=(0,), seeds=(0,), sampling=SAMPLED,
                              budget=config.budget, selector=config.selector)  # fmt: skip
         job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
@@ -50,18 +53,15 @@ def measured(
         runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
         occupy(runner, range(rows), length, SAMPLED)
         runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(rows))))
-        if depth := config.num_speculative_tokens:
-            sizes, eager = draft_sizes(rows, depth), EagerDecode(runner.step_parts)
-            entries = torch.zeros(sum(sizes), dtype=torch.int64, device="meta")
+        if sizes:
+            eager, entries = EagerDecode(runner.step_parts), torch.zeros(sum(sizes), dtype=torch.int64, device="meta")
             with torch.inference_mode():
-                held = torch.empty(sum(sizes), model.vocab_size, device="meta")
-                logits, _ = eager.draft_logits(entries.split(sizes), entries)
-                eager.draw(held.copy_(logits)[:rows], entries[:rows], SamplingNeeds.of([SAMPLED]))
-                del held, logits
+                logits = held.copy_(eager.draft_logits(entries.split(sizes), entries)[0])
+                eager.draw(logits[:rows], entries[:rows], SamplingNeeds.of([SAMPLED]))
         if runner.reselector is not None:
             with torch.inference_mode():
                 runner.reselector.reselect(0)
         peak = live.peak
-        del runner, weights
+        del runner, weights, held
         gc.collect()
     return static, peak
