@@ -185,6 +185,7 @@ class Speculation:
         self._rows: dict[int, _Row] = {}
         self._times = StepTimes()
         self._num_steps = 0
+        self.is_lazy = self.parts.decoder.device.type == "cuda"  # reads tokens only for lookups: reading waits
         # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.
         self._fed: list[tuple[Sequence[_Row], Arriving]] = []
         self._timed: list[tuple[int, Stopwatch]] = []
@@ -246,12 +247,12 @@ class Speculation:
         return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
 
     def _may_draft(self, rows: Sequence[_Row]) -> bool:
-        """Whether any row is due for a lookup. On a GPU the others do not wait for the tokens of the last step."""
+        """Whether any row is due for a lookup, or reading tokens costs nothing."""
         limit = self.decode.most_draft_rows
         if limit is not None and len(rows) > limit:
             self._catch_up(leave=1)
             return False
-        if self.parts.decoder.device.type == "cpu":
+        if not self.is_lazy:
             return True
         is_due = [row.most > 0 and row.pause == 0 for row in rows]
         if any(is_due):

@@ -241,6 +241,40 @@ def test_text_that_repeats_takes_fewer_steps(executor: str) -> None:
         assert sum(output.timings.accepted_tokens for output in outputs) > 30
 
 
+@pytest.mark.usefixtures("costless")
+def test_tokens_that_are_read_for_lookups_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: rows in a pause read nothing, and the next lookup sees all their tokens."""
+    random, lookups, lags = Random(4), [], []
+    text = "The quick brown fox jumps over the lazy dog. " * 8
+    prompts: list[Any] = [text, [random.randrange(6, 4000) for _ in range(40)]]
+    params = [
+        SamplingParams(max_tokens=80, temperature=temperature, seed=3, ignore_eos=True) for temperature in (0.0, 1.3)
+    ]
+    found, caught = History.draft, Speculation.step
+
+    def step(own: Speculation, rows: tuple[int, ...], *more: Any) -> Any:
+        before = len(lookups)
+        drawn = caught(own, rows, *more)
+        lags.append(len(lookups) == before)
+        return drawn
+
+    def draft(history: History, most: int) -> list[int]:
+        lookups.append(history.num_tokens)
+        return found(history, most)
+
+    monkeypatch.setattr(History, "draft", draft)
+    monkeypatch.setattr(Speculation, "step", step)
+    said, seen = [], []
+    for is_lazy in (False, True):
+        with LLM(TINY_MODEL, executor="eager", num_speculative_tokens=8, max_rows=2, progress=False) as llm:
+            llm.engine.runner.speculation.is_lazy = is_lazy  # type: ignore[attr-defined]
+            lookups.clear()
+            said.append([llm.generate([own], one)[0].token_ids for own, one in zip(prompts, params, strict=True)])
+            seen.append(list(lookups))
+    assert said[0] == said[1] and seen[0] == seen[1]
+    assert sum(lags) > 40
+
+
 @needs_compiler
 @pytest.mark.usefixtures("costless")
 def test_a_prediction_is_drafted_from() -> None:
