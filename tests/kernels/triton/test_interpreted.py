@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from snapstream.config import WeightFormat
+from snapstream.config import KVBudget, WeightFormat
+from snapstream.exec.cuda_graph import make_graph
+from snapstream.exec.speculation import StepTimes
 from snapstream.kernels.interface import Kernels, bind
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
@@ -30,6 +33,7 @@ from tests.kernels.triton import (
 from tests.parity import tape
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_decoder_parity import full_attention, run
+from tests.parity.test_graph import PlainMaker
 from tests.parity.test_invariance import OnTapes
 
 pytestmark = interpreter.interpreted()
@@ -237,6 +241,26 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
             return [output.token_ids for output in llm.generate(prompts, params)]
 
     assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "lfm2"])
+def test_drafted_tokens_are_verified(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In full rings, with and without states: drafts of the answer itself change nothing, and most are accepted."""
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.0)
+    folder, rng = save(make_model(name), tmp_path), random.Random(5)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7)]
+    made = partial(build_runner, kernels=bind("cpu", "triton"))
+    if name == "qwen3":
+        made = partial(made, make_decode=partial(make_graph, maker=PlainMaker()))
+    params = [SamplingParams(max_tokens=7, temperature=0.0, ignore_eos=True)] * 2
+    budget = KVBudget(num_sink=2, num_topk=14, num_recent=8)
+    with LLM(folder, budget=budget, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48, executor="eager",
+             make_runner=made, num_speculative_tokens=3, progress=False) as llm:  # fmt: skip
+        expected = llm.generate(prompts, params)
+        predicted = [replace(own, prediction=said.token_ids) for own, said in zip(params, expected, strict=True)]
+        got = llm.generate(prompts, predicted)
+    assert [output.token_ids for output in got] == [output.token_ids for output in expected]
+    assert sum(output.timings.accepted_tokens for output in got) > 4
 
 
 # The Triton product with a matrix per expert equals its reference, under Triton's interpreter.
