@@ -36,6 +36,11 @@ SLOW = (
     "server/test_failures.py", "server/test_serve.py", "unit/benchmarks/test_gpu_suite.py", "unit/exec/test_memory.py",
     "unit/test_accuracy_docs.py",
 )  # fmt: skip
+# Of the architectures, those with which tests of parity are quick ones: each kind of layer, and the common ones.
+QUICK = {
+    "llama-gqa-tied", "qwen3", "qwen3-moe", "mistral-window", "gemma3", "gemma4-shared", "gpt-oss", "lfm2", "qwen3.5",
+    "granite-hybrid", "deepseek-v3", "kimi-linear",
+}  # fmt: skip
 COMPILED = ("SNAPSTREAM_CACHE", "TRITON_CACHE_DIR")  # folders of compiled code
 
 
@@ -47,11 +52,20 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in ``SLOW``."""
+    """Marks what is in ``SLOW``, and tests of parity with an architecture that is not in ``QUICK``."""
     slow = [Path(__file__).parent / name for name in SLOW]
     files = {path for path in {item.path for item in items} if not {path, *path.parents}.isdisjoint(slow)}
+    parity = Path(__file__).parent / "parity"
+    others: set[str] = set()
+    if any(parity in path.parents for path in {item.path for item in items}):
+        from tests.parity.checkpoints import ARCHITECTURES  # its tests have loaded it
+
+        assert ARCHITECTURES.keys() >= QUICK
+        others = ARCHITECTURES.keys() - QUICK
     for item in items:
-        if item.path in files:
+        spec = getattr(item, "callspec", None)
+        params = spec.params.values() if spec and parity in item.path.parents else ()
+        if item.path in files or any(isinstance(param, str) and param in others for param in params):
             item.add_marker(pytest.mark.slow)
 
 

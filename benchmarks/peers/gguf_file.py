@@ -1,5 +1,5 @@
-"""Writes a Qwen3 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, and the folder's
-byte-level tokenizer and chat template, or made-up words. Or random weights of a shape, without a checkpoint.
+"""Writes a Qwen3, Qwen3-MoE or LFM2 checkpoint as a GGUF file: the same numbers under llama.cpp's names, and the
+folder's byte-level tokenizer and chat template, or made-up words. Or random weights of a shape, without a checkpoint.
 
 f32, f16, bf16, q8_0 or q4_0; norms and routers stay fp32, as llama.cpp keeps them; the experts of a layer are one
 tensor there, of each of their three matrices. Needs ``gguf``, ``safetensors`` and numpy.
@@ -20,6 +20,11 @@ NAMES = {
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp", "embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output",
+    # LFM2
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+    "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "embedding_norm": "token_embd_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
 }  # fmt: skip
 
 
@@ -59,7 +64,10 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 
     settings = json.loads((folder / "config.json").read_text())
     num_experts = settings.get("num_experts", settings.get("num_local_experts"))
-    writer = _begin(settings, file, "qwen3" if num_experts is None else "qwen3moe")
+    kind_of_model = settings["model_type"].replace("_", "")
+    writer = _begin(settings, file, kind_of_model)
+    if kind_of_model == "lfm2":
+        writer.add_shortconv_l_cache(settings["conv_L_cache"])
     if num_experts is not None:
         writer.add_expert_count(num_experts)
         writer.add_expert_used_count(settings["num_experts_per_tok"])
@@ -70,7 +78,9 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
         _add_words(writer, settings["vocab_size"], gguf.TokenType)
     quantised = getattr(gguf.GGMLQuantizationType, kind.upper())
     for name, numbers in gguf_tensors(folder).items():
-        own = quantised if numbers.ndim > 1 and "gate_inp" not in name else gguf.GGMLQuantizationType.F32
+        is_plain = numbers.ndim == 1 or "gate_inp" in name or "shortconv.conv" in name
+        own = gguf.GGMLQuantizationType.F32 if is_plain else quantised
+        numbers = numbers.squeeze(1) if "shortconv.conv" in name else numbers
         writer.add_tensor(name, gguf.quants.quantize(numbers, own), raw_dtype=own)
     _end(writer)
 
@@ -151,13 +161,15 @@ def _begin(settings: dict[str, Any], file: Path, architecture: str) -> Any:
     writer.add_block_count(settings["num_hidden_layers"])
     writer.add_feed_forward_length(settings["intermediate_size"])
     writer.add_head_count(settings["num_attention_heads"])
-    heads, full = settings["num_key_value_heads"], settings.get("full_attn_idxs")
+    heads, kinds = settings["num_key_value_heads"], settings.get("layer_types", [])
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"] or settings.get("full_attn_idxs")
     if full is not None:
         heads = [heads if layer in full else 0 for layer in range(settings["num_hidden_layers"])]
     writer.add_head_count_kv(heads)
-    writer.add_key_length(settings["head_dim"])
-    writer.add_value_length(settings["head_dim"])
-    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
+    size = settings.get("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_layer_norm_rms_eps(settings.get("rms_norm_eps", settings.get("norm_eps")))
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
     return writer
 

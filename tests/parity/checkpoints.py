@@ -490,3 +490,16 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False, pad_token_id=0)
     return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def greedy_along(model: Any, prompt: list[int], answer: list[int]) -> list[int]:
+    """The likeliest token of transformers' model at each place of ``answer``: ``answer`` itself where it is greedy.
+
+    One forward pass, many times faster than ``greedy``; only frequencies that follow the length are asked step by step,
+    because a cache keeps the keys of earlier steps.
+    """
+    if (getattr(model.config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        return greedy(model, prompt, len(answer))
+    logits = model(torch.tensor([[*prompt, *answer[:-1]]]), use_cache=False).logits
+    return logits[0, len(prompt) - 1 :].argmax(-1).tolist()

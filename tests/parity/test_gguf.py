@@ -24,7 +24,7 @@ from snapstream.models.weights import DecoderWeights
 from snapstream.plan.fit import weight_formats
 from snapstream.types import SamplingParams
 from tests.gguf_files import MODELS, Tensors, dequantized, write_gguf
-from tests.parity.checkpoints import VOCAB, greedy, make_model, save
+from tests.parity.checkpoints import VOCAB, greedy_along, make_model, save
 
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 34, 47, 63, 64, 65, 66, 90, 96)  # chunks are 32 tokens
 PROMPTS = [[3 + (11 * i + 7 * n) % (VOCAB - 10) for i in range(n)] for n in LENGTHS]
@@ -46,8 +46,11 @@ def answers(model: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> 
     return [output.token_ids for output in outputs(model, prompts, **options)]
 
 
-def wanted(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    return [greedy(model, prompt, PARAMS.max_tokens) for prompt in prompts]
+def check(file: Path, model: Any, prompts: list[list[int]] = PROMPTS) -> None:
+    """Every executor answers as transformers' model."""
+    first, *others = (answers(file, prompts, executor=executor) for executor in EXECUTORS)
+    assert first == [greedy_along(model, *pair) for pair in zip(prompts, first, strict=True)]
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,9 +72,7 @@ def test_fp32_is_the_folder(name: str, tmp_path: Path) -> None:
 def test_fp32_is_the_model_of_transformers(name: str, tmp_path: Path) -> None:
     model = make_model(name, **MODELS[name])
     file = write_gguf(save(model, tmp_path), tmp_path / "model.gguf")
-    expected = wanted(model)
-    for executor in EXECUTORS:
-        assert answers(file, executor=executor) == expected
+    check(file, model)
     assert answers(file, executor="eager", budget=48) == answers(tmp_path, executor="eager", budget=48)
 
 
@@ -97,8 +98,7 @@ def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None
     for own, theirs in zip(*(one.stored().values() for one in loaded), strict=True):
         assert torch.equal(own, theirs if kind != "Q8_0" else theirs.half().float()) or torch.equal(own, theirs)
     if kind != "Q8_0":  # rounded to fp16
-        for executor in EXECUTORS:
-            assert answers(file, PROMPTS[::4], executor=executor) == wanted(model, PROMPTS[::4])
+        check(file, model, PROMPTS[::4])
     with pytest.raises(ValueError, match="experts are stored as F16; read of GptOssForCausalLM is MXFP4"):
         read_model_config(write_gguf(folder, tmp_path / "f16.gguf", "F16"))
 
@@ -190,8 +190,7 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
         assert len({str(answers(file, prompts, executor=executor)) for executor in EXECUTORS}) == 1
     elif not types:
         model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
-        for executor in EXECUTORS:
-            assert answers(file, prompts, executor=executor) == wanted(model, prompts)
+        check(file, model, prompts)
     else:
         theirs = answers(wide, prompts, weights="float32")
         for executor in EXECUTORS:

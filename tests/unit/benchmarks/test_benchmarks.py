@@ -23,10 +23,11 @@ from benchmarks.peers import arms, compare, work
 from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
-from benchmarks.peers.gguf_file import gguf_name, gguf_tensors, write_random_gguf
+from benchmarks.peers.gguf_file import gguf_name, gguf_tensors, write_gguf, write_random_gguf
 from benchmarks.peers.llama_bench import SHAPES, peer_figures
+from benchmarks.peers.run_snapstream import start
 from benchmarks.peers.work import Job, prompts_of
-from benchmarks.shapes import QWEN3_TINY, random_checkpoint
+from benchmarks.shapes import LFM2_TINY, QWEN3_TINY, random_checkpoint
 from snapstream.config import EngineOptions
 from snapstream.kernels.backends import autotune
 from snapstream.models.registry import read_model_config
@@ -169,6 +170,17 @@ def test_names_of_tensors() -> None:
     assert gguf_name("model.layers.11.self_attn.q_norm.weight") == "blk.11.attn_q_norm.weight"
     assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
     assert gguf_name("model.norm.weight") == "output_norm.weight"
+
+
+def test_a_hybrids_file_is_its_checkpoint(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, LFM2_TINY)
+    write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
+    generate = [
+        start(Job(**{**vars_of(JOB), "folder": str(path), "option": "eager float32"}), 2)
+        for path in (tmp_path, tmp_path / "model.gguf")
+    ]
+    prompts = prompts_of(JOB, 2, 0)
+    assert generate[0](prompts, 4) == generate[1](prompts, 4)
 
 
 def test_an_arm_of_our_own_runs_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ With ``CXX=aarch64-linux-gnu-g++`` those of another kind of machine.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import platform
@@ -109,7 +110,10 @@ def compiled(instructions: InstructionSet, sources: Sequence[Path] = LIBRARY) ->
         # A warning, so that a start that compiles for a minute says so at any log level.
         logger.warning("compiling the %s kernels with %s; this happens once", instructions, compiler)
         try:
-            _build(compiler, _flags(instructions), sources, library)
+            with library.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together wait for one of them
+                if not library.is_file():
+                    _build(compiler, _flags(instructions), sources, library)
         except OSError as error:
             raise ValueError(f"{library.parent} cannot take compiled code: {error}") from None
     return library
