@@ -477,8 +477,8 @@ class EngineOptions(Settings):
     num_speculative_tokens: AutoCount = setting(
         "auto",
         "Most tokens of a row that a step drafts from earlier text (prompt lookup) and verifies: same answers, several "
-        f"tokens per step where text repeats. auto: {SPECULATIVE_TOKENS} where supported, but for eager on a CPU; used "
-        "only while it pays. 0: none.",
+        f"tokens per step where text repeats. auto: {SPECULATIVE_TOKENS} with looped decode; used only while it pays. "
+        "0: none.",
         metavar="N|auto",
         parse=_count_or("auto"),
     )

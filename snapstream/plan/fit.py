@@ -277,9 +277,8 @@ def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOption
         if reason is not None:
             raise ValueError(f"speculative_model is {speculator.folder!r}: {reason}")
     if wanted == "auto":
-        # Eager steps on a CPU are what others are compared with: products of wider steps round differently there.
-        is_reference = config.executor == FALLBACK and config.device == "cpu"
-        wanted = SPECULATIVE_TOKENS if problem is None and not is_reference else 0
+        # By itself where it was measured; and products of wider steps round differently in other executors.
+        wanted = SPECULATIVE_TOKENS if problem is None and config.executor == "looped" else 0
     elif wanted and problem is not None:
         raise ValueError(f"num_speculative_tokens is {wanted}: {problem}; leave it out")
     assert not isinstance(speculator, str), "options come from with_speculator"
