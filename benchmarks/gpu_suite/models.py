@@ -8,7 +8,7 @@ from benchmarks.gpu_suite.suite import Bench
 from benchmarks.published import DEEPSEEK_V2_LITE
 from benchmarks.stand_ins import occupy
 from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
-from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, Programs
+from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, Programs, depths_of
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
@@ -98,7 +98,8 @@ def use_executor(bench: Bench, runner: ModelRunner, executor: str, batch: int) -
         runner.use_decode(EagerDecode)
         return
     maker: Any = Capturer() if bench.device.is_cuda else _AsItIs()
-    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), SAMPLERS, executor)))
+    depths = depths_of(runner.config.num_speculative_tokens)
+    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), SAMPLERS, executor, depths)))
 
 
 def decode_seconds(bench: Bench, runner: ModelRunner, batch: int, num_tokens: int, steps: int) -> float:

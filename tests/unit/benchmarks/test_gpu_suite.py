@@ -37,6 +37,7 @@ QUICK = [
     "prefixes",
     "spec_prefill",
     "requests",
+    "drafts",
     "decode_8b_fp8",
     "narrow_linear",
     "decode_8b_narrow",
