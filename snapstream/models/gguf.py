@@ -113,7 +113,9 @@ def _stored(model: Model) -> StoredWeights:
     )  # fmt: skip
 
 
-_BY_LAYER = re.compile(r"model\.layers\.\d+\.(self_attn\.(qkv|o)|mlp\.(gate_up|down))(_proj)?")
+_BY_LAYER = re.compile(
+    r"model\.layers\.\d+\.(self_attn\.(qkv|o|out)|(mlp|feed_forward)\.(gate_up|down)|feed_forward\.w2)(_proj)?"
+)
 
 
 def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], set[str]]:
@@ -142,7 +144,7 @@ def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], s
 def _matrix_of(model: Model, name: str) -> str:
     """A name for the matrix, of one layer or all, of which a tensor of the checkpoint is a part."""
     experts, whole = model.architecture.experts, name.removesuffix(".weight")
-    for gate, up in (("gate_proj", "up_proj"), (experts.gate, experts.up)):
+    for gate, up in (("gate_proj", "up_proj"), ("w1", "w3"), (experts.gate, experts.up)):
         if whole.endswith((f".{gate}", f".{up}")):
             whole = f"{whole.rpartition('.')[0]}.gate_up"
     if re.search(r"self_attn\.[qkv]_proj$", whole) and "attention.kv_lora_rank" not in model.own:

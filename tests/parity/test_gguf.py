@@ -124,6 +124,8 @@ KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of 
     ("llama-mha", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "attn_output": "Q4_K", "output": "Q6_K", "": "Q4_K"},
      {f"{MIXED}.0": UINT4, f"{MIXED}.1": FINE, "qkv.uint4-32": UINT4, "down.int8-16": FINE, "down.uint4-32": UINT4,
       "o": UINT4, "gate_up": UINT4, "embed": UINT4, "lm_head": FINE}),
+    ("lfm2", {"0.ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
+     {"qkv": UINT4, "o": UINT4, "gate_up": UINT4, "down.int8-16": FINE, "down.uint4-32": UINT4, "embed": FINE}),
     ("qwen2", {"0.ffn": "Q4_0", "attn_k": "Q8_0", "ffn_gate": "Q6_K", "attn_output": "Q4_1", "": "Q4_K"},
      {"qkv": INT8, "o": UINT4, "gate_up.int4-32": INT4, "gate_up": INT8, "embed": UINT4}),
     ("qwen3-moe", {"0.ffn_down": "Q6_K", "": "Q4_K"}, {"qkv": UINT4, "experts_gate_up": UINT4, "experts_down": INT8}),
@@ -166,7 +168,9 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
     """Types that fit integers in groups keep their values; the others are dequantized and layers of them int8, with a
     line that says so.
     """
-    more = {"moe_intermediate_size": 64 if kind == "Q8_0" else 256} if name == "qwen3-moe" else {}
+    more: dict[str, Any] = {"lfm2": {"block_auto_adjust_ff_dim": False, "conv_bias": False}}.get(name, {})
+    if name == "qwen3-moe":
+        more = {"moe_intermediate_size": 64 if kind == "Q8_0" else 256}
     folder = save(make_model(name, **SIZES | more), tmp_path)
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     wide = dequantized(file, folder, tmp_path / "wide")
