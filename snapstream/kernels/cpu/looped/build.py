@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -111,7 +112,8 @@ def compiled(instructions: InstructionSet, sources: Sequence[Path] = LIBRARY) ->
         logger.warning("compiling the %s kernels with %s; this happens once", instructions, compiler)
         try:
             with library.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together wait for one of them
+                with suppress(OSError):  # some network file systems have no locks
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together wait for one of them
                 if not library.is_file():
                     _build(compiler, _flags(instructions), sources, library)
         except OSError as error:
