@@ -1,4 +1,4 @@
-"""What cut rows keep of the answers of a model with states of constant size, beside one whose layers are all cut."""
+"""What cut rows keep of the answers of a model with states of constant size, compared with one that has none."""
 
 from __future__ import annotations
 

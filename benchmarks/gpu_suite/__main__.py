@@ -64,7 +64,7 @@ def sections() -> list[Section]:
         *spec_prefill.sections,
         Section("peers", peers.peers, 100, "decode after a prompt of 2,048 tokens, full cache, the same weights"),
         Section("requests", requests.requests, 30, "64 prompts of 2,048 tokens at once through the engine"),
-        Section("drafts", requests.drafts, 60, "speculative decoding by prompt lookup beside plain steps"),
+        Section("drafts", requests.drafts, 60, "speculative decoding by prompt lookup, compared with plain steps"),
         Section("peers_continuous", peers.continuous, 60, "the same prompts through transformers' continuous batching"),
         Section("decode_8b_fp8", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], best, "fp8"), 40, decode),
         Section("narrow_linear", narrow.narrow_linear, 60,

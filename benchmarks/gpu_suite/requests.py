@@ -38,7 +38,7 @@ def requests(bench: Bench) -> Figures:
 
 def drafts(bench: Bench) -> Figures:
     """Prompt lookup in answers that repeat a text with one token in twenty changed, and in those that repeat nothing,
-    beside plain steps. Answers are sampled; ``same_tokens`` is the share that plain steps draw as well.
+    compared with plain steps. Answers are sampled; ``same_tokens`` is the share that plain steps draw as well.
     """
     decoder = decoder_of(bench, MODEL)
     vocab = decoder.config.vocab_size

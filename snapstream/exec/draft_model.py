@@ -61,7 +61,7 @@ class DraftModel:
 
     def __init__(self, decoder: Decoder, config: EngineConfig, target: DecodeStep) -> None:
         """``config``: of its steps (``plan/memory.py:speculator_config``). It uses the threads of ``target``."""
-        assert isinstance(target, LoopedDecode)  # others are refused beside a draft model
+        assert isinstance(target, LoopedDecode)  # others are refused with a draft model
         self._decoder, self._capacity, device = decoder, config.budget.capacity, decoder.device
         spec = decoder.kv_spec(config.kv_dtype).limited(config.max_model_len)
         self._cache = KVCache(spec, config.max_rows, self._capacity, device, decoder.kernels)

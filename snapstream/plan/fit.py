@@ -260,7 +260,7 @@ def with_speculator(options: EngineOptions, *, config_only: bool = False) -> Eng
 
 def _why_not_speculator(model: ModelConfig, executor: str) -> str | None:
     if executor != "looped":
-        return f"executor is {executor!r}; a draft model runs beside 'looped', on a CPU"
+        return f"executor is {executor!r}; a draft model needs 'looped', on a CPU"
     if model.recurrent_layers:
         return f"{model.architecture} has recurrent layers; such a model takes drafts, and drafts none"
     if model.has_uneven_layers:

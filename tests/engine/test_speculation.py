@@ -470,7 +470,7 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"executor": "eager"}, "executor is 'eager'; a draft model runs beside 'looped', on a CPU"),
+        ({"executor": "eager"}, "executor is 'eager'; a draft model needs 'looped', on a CPU"),
         ({"tensor_parallel": 2}, "several ranks"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),

@@ -173,7 +173,7 @@ def test_narrow_weights_stand_beside_the_same_prompts_and_nowhere_else(stored: P
     assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")) == before
 
 
-def test_a_hybrid_stands_beside_the_first_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hybrid_is_compared_with_the_first_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match="not measured"):
         hybrid_table()
