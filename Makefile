@@ -46,7 +46,7 @@ demo: $(STAMP) ## a long document answered from a fraction of the memory
 lint: $(STAMP) ## ruff, formatting, types, import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONPATH=. $(BIN)/mypy
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 test: lint ## lint, then every test but the slow ones

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -223,7 +223,7 @@ def run_group(cells: Sequence[Cell], answers_file: Path | None = None) -> None:
     for index, cell in enumerate(cells):
         own = [ids[index][len(item.forced_ids) :] for item, ids in zip(items, answers, strict=True)]
         capacity = cell.arm.budget.capacity
-        kept = partial(layout.num_visible, capacity=capacity)
+        kept: Callable[[int], int] = partial(layout.num_visible, capacity=capacity)
         if heads is not None:
             kept = heads.of(cell.arm.budget, cell.prompt_len).mean_visible
         evicted = [len(prompt) - kept(len(prompt)) for prompt in prompts]

@@ -166,7 +166,7 @@ def stored_settings(selector: Selector) -> dict[str, Any]:
     if isinstance(selector, Random):
         return {"selection": "random"}
     if not isinstance(selector, (Variant, SnapKV)):  # from outside: by its class and its settings
-        settings = asdict(selector) if is_dataclass(selector) else {}
+        settings: dict[str, Any] = asdict(selector) if is_dataclass(selector) else {}
         return {"selection": f"{type(selector).__module__}:{type(selector).__qualname__}", **settings}
     stored = {"selection": "snapkv", **asdict(as_variant(selector))}
     stored["window_len"] = stored.pop("observation_len")
