@@ -1,37 +1,14 @@
-"""The wire APIs of the server. To add one: a package with its routes, and an ``Api`` here.
-
-Routes are imported when they are asked for, so that the proxy knows the APIs without their implementation.
-"""
+"""The wire APIs of the server. To add one: a module with its routes, and an ``Api`` here."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter
-
 from snapstream.server.http.errors import Api, ApiError, ContextLengthError
-
-
-def _openai_routes(server: Any) -> APIRouter:
-    from snapstream.server.openai.routes import openai_routes
-
-    return openai_routes(server)
-
-
-def _responses_routes(server: Any) -> APIRouter:
-    from snapstream.server.responses.routes import responses_routes
-
-    return responses_routes(server)
 
 
 def _responses_event(error: ApiError) -> dict[str, Any]:
     return {"type": "error", "code": error.code, "message": error.message, "param": error.param, **error.body}
-
-
-def _anthropic_routes(server: Any) -> APIRouter:
-    from snapstream.server.anthropic import anthropic_routes
-
-    return anthropic_routes(server)
 
 
 # Other statuses below 500 are the request's fault.
@@ -60,16 +37,16 @@ def _anthropic_context(error: ContextLengthError) -> str:
 
 
 APIS = (  # in the order of /openapi.json
-    Api(prefix="/v1", routes=_openai_routes, error_body=lambda error: error.body),
+    Api(prefix="/v1", routes="snapstream.server.openai.routes:openai_routes", error_body=lambda error: error.body),
     Api(
         prefix="/v1/responses",
-        routes=_responses_routes,
+        routes="snapstream.server.responses.routes:responses_routes",
         error_body=lambda error: error.body,
         error_event=_responses_event,
     ),
     Api(
         prefix="/v1/messages",
-        routes=_anthropic_routes,
+        routes="snapstream.server.anthropic:anthropic_routes",
         error_body=_anthropic_error,
         error_event=_anthropic_error,
         key_header="x-api-key",

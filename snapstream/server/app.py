@@ -17,6 +17,7 @@ from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
+from snapstream.config.values import imported
 from snapstream.disaggregation.protocol import HEADER, digest_of, has_digest, prefill_request_id, request_from_bytes
 from snapstream.server.apis import APIS
 from snapstream.server.engine.api import AsyncEngine, ModelMetadata
@@ -89,7 +90,7 @@ def make_app(
         app.include_router(peer_routes(state, engine, secret, state.require_ready, lambda: state.metadata))
     else:
         for api in APIS:
-            app.include_router(api.routes(state))
+            app.include_router(imported(api.routes)(state))
         app.include_router(tokenizer_routes(state))
         if settings.has_page:
             app.include_router(page_routes(state))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -35,7 +35,7 @@ class Api:
     """One wire API: where its paths are, the form of its errors, the headers of its clients."""
 
     prefix: str  # of its paths; the longest that matches wins
-    routes: Callable[[Any], APIRouter]  # takes the ``ServerState``
+    routes: str  # "module:function", imported by the server alone; the function makes a router of the ``ServerState``
     error_body: Callable[[ApiError], dict[str, Any]]
     error_event: Callable[[ApiError], dict[str, Any]] | None = None  # ends a broken stream; None: ``data:`` frames
     key_header: str = ""  # carries an API key, besides ``Authorization: Bearer``
