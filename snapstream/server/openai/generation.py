@@ -2,7 +2,9 @@
 
     body -> plan (tools, format) -> options (sampling) -> compressed by the draft, if requested -> token ids -> request
 
-Invariant: what ``prepare_chat`` returns can be served; everything else is a 400 that names a field of the body.
+Invariant: what ``prepare_chat`` and ``make_request`` return can be served (``engine/validate.py`` has checked it),
+within the server's limits; everything else is a 400 that names a field of the body. Defaults are those of the OpenAI
+API, except that a chat answer may fill max_model_len.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ from typing import Any, cast
 
 from fastapi import Response
 
-from snapstream.server.engine.api import AsyncEngine, EngineDead, RequestDelta
-from snapstream.server.http.errors import ApiError, not_finite
+from snapstream.config import InvalidValue, KVBudget, Selector, as_count, make_selector
+from snapstream.engine.validate import check_request
+from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta
+from snapstream.server.http.errors import ApiError, bad_value, not_finite
 from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.http.requests import DONE, EventStream
 from snapstream.server.openai.answer_reader import (
@@ -29,13 +33,222 @@ from snapstream.server.openai.answer_reader import (
     find_answer_start,
     unused_options,
 )
-from snapstream.server.openai.protocol import ChatBody, not_followed
-from snapstream.server.openai.sampling import chat_options, check_answer_size, check_samples, make_request
+from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody, not_followed, too_long
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import plan_answer, template_tools
+from snapstream.server.options import ServerSettings
 from snapstream.server.telemetry import Metrics, RequestWatch
 from snapstream.spec_prefill.settings import PromptCompression
-from snapstream.types import NOT_FINITE, CompressionSummary, FinishReason, QueueFull, Request
+from snapstream.startup.resolve import resolve_budget
+from snapstream.types import (
+    MAX_LOGPROBS,
+    NOT_FINITE,
+    CompressionSummary,
+    FinishReason,
+    Grammar,
+    QueueFull,
+    Request,
+    SamplingParams,
+)
+
+COMPLETION_MAX_TOKENS = 16  # the OpenAI API's own default for /v1/completions
+
+# Fields of ``SamplingParams`` with the same name in the API; null is the default.
+_SAME_NAME = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "ignore_eos", "skip_special_tokens",
+)  # fmt: skip
+# Fields of ``Request`` and ``SamplingParams`` that have another name in the API.
+_API_NAMES = {
+    "budget": "kv_cache",
+    "grammar": "response_format",
+    "include_stop": "include_stop_str_in_output",
+    "prompt_logprobs": "logprobs",
+    "return_kept": "kv_cache",
+    "selector": "kv_cache.selector",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOptions:
+    """The options of a body, before its prompts are tokenized. ``max_tokens`` None: the rest of max_model_len."""
+
+    sampling: SamplingParams
+    max_tokens: int | None
+    budget: KVBudget | None
+    selector: Selector | None = None
+    priority: int = 0
+
+
+def chat_options(
+    body: ChatBody, metadata: ModelMetadata, grammar: Grammar | None, *, shows_special: bool
+) -> RequestedOptions:
+    """``shows_special``: special tokens belong to the answer's text unless the request says otherwise."""
+    top = body.top_logprobs
+    if top and not body.logprobs:
+        raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
+    try:
+        as_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would name logprobs
+    except ValueError as error:
+        raise _fault(error) from None
+    if shows_special and body.skip_special_tokens is None:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    logprobs = (top or 0) if body.logprobs else None
+    return _options(body, metadata, body.output_limit, logprobs=logprobs, prompt_logprobs=None, grammar=grammar)
+
+
+def completion_options(
+    body: CompletionBody, metadata: ModelMetadata, grammar: Grammar | None = None
+) -> RequestedOptions:
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise bad_value(f"best_of {body.best_of} differs from n; choosing among samples is not supported", "best_of")
+    max_tokens = COMPLETION_MAX_TOKENS if body.output_limit is None else body.output_limit
+    if max_tokens == 0 and body.echo:
+        # The engine generates at least a token, which ``CompletionAnswer`` drops; only the length may end it.
+        max_tokens = 1
+        body = body.model_copy(update={"ignore_eos": True, "stop": None, "stop_token_ids": None, "min_tokens": None})
+    prompt_logprobs = body.logprobs if body.echo else None
+    return _options(
+        body, metadata, max_tokens, logprobs=body.logprobs, prompt_logprobs=prompt_logprobs, grammar=grammar
+    )
+
+
+def make_request(
+    request_id: str,
+    ids: tuple[int, ...],
+    options: RequestedOptions,
+    metadata: ModelMetadata,
+    *,
+    prompt_param: str,
+    has_tokenizer: bool,
+    prompt_compression: CompressionSummary | None = None,
+) -> Request:
+    """One prompt as the engine takes it; 400 for what it would never serve."""
+    rest = metadata.max_model_len - len(ids)
+    if rest < (options.max_tokens or 1):
+        raise too_long(len(ids), options.max_tokens, metadata.max_model_len, prompt_param)
+    try:
+        sampling = options.sampling if options.max_tokens is not None else replace(options.sampling, max_tokens=rest)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling=sampling,
+            budget=options.budget,
+            selector=options.selector,
+            prompt_compression=prompt_compression,
+            priority=options.priority,
+        )
+        check_request(request, metadata.engine, vocab_size=metadata.vocab_size, has_tokenizer=has_tokenizer)
+    except ValueError as error:
+        raise _fault(error, prompt_param) from None
+    return request
+
+
+def check_samples(num_prompts: int, n: int, settings: ServerSettings) -> None:
+    """400 for too many samples, before anything is tokenized."""
+    if num_prompts * n > settings.max_samples:
+        raise bad_value(
+            f"{num_prompts} prompts and n {n} make {num_prompts * n} samples; the limit is {settings.max_samples}",
+            "n" if n > 1 else "prompt",
+        )
+
+
+def check_answer_size(requests: Sequence[Request], metadata: ModelMetadata, settings: ServerSettings) -> None:
+    """400 for an answer too large for memory: it is built before it is sent."""
+    sampling = requests[0].sampling
+    if sampling.prompt_logprobs is not None:
+        num_tokens = sum(len(request.prompt_token_ids) for request in requests)
+        entries = num_tokens * (1 + sampling.prompt_logprobs) * sampling.n
+        if entries > settings.max_prompt_logprobs:
+            raise bad_value(
+                f"echo with logprobs would list {entries} log-probabilities of {num_tokens} prompt tokens; "
+                f"the limit is {settings.max_prompt_logprobs}",
+                "logprobs",
+            )
+    if sampling.return_kept:
+        size = sum(_num_kept(request, metadata) for request in requests)
+        made, what, limit = (
+            ("send", "bits", settings.max_kept_bits)
+            if sampling.return_kept == "bitmap"
+            else ("list", "positions", settings.max_kept_positions)
+        )
+        if size > limit:
+            raise bad_value(f"return_kept would {made} {size} {what}; the limit is {limit}", "kv_cache")
+
+
+def _num_kept(request: Request, metadata: ModelMetadata) -> int:
+    """Positions that the answer would list of this prompt, or bits that it would have, at most."""
+    prompt_len, budget = len(request.prompt_token_ids), request.budget or metadata.engine.budget
+    if prompt_len <= budget.capacity:  # the row keeps the whole prompt
+        return 0
+    return metadata.num_heads * (prompt_len if request.sampling.return_kept == "bitmap" else budget.num_topk)
+
+
+def _options(
+    body: GenerationBody,
+    metadata: ModelMetadata,
+    max_tokens: int | None,
+    *,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    grammar: Grammar | None = None,
+) -> RequestedOptions:
+    given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    try:
+        if body.max_completion_tokens is not None and max_tokens is not None:  # an error names the field that was sent
+            as_count("max_completion_tokens", max_tokens, 1)
+        if body.include_stop_str_in_output is not None:
+            given["include_stop"] = body.include_stop_str_in_output
+        sampling = SamplingParams(
+            # Without a limit the rest of max_model_len is set later; min_tokens must pass until then.
+            max_tokens=metadata.max_model_len if max_tokens is None else max_tokens,
+            logit_bias=_logit_bias(body.logit_bias),
+            stop=() if body.stop is None else body.stop,
+            stop_token_ids=body.stop_token_ids or (),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=grammar,
+            return_kept=False if body.kv_cache is None else body.kv_cache.return_kept,
+            **given,
+        )
+        named = None if body.kv_cache is None else body.kv_cache.selector
+        selector = None if named is None else make_selector(named)
+    except ValueError as error:
+        raise _fault(error) from None
+    return RequestedOptions(sampling, max_tokens, _budget(body, metadata, selector), selector, body.priority or 0)
+
+
+def _budget(body: GenerationBody, metadata: ModelMetadata, selector: Selector | None) -> KVBudget | None:
+    """The request's budget; the server's is the maximum."""
+    if body.kv_cache is None or body.kv_cache.budget is None:
+        return None
+    given, most = body.kv_cache.budget, metadata.engine.budget.capacity
+    # Else the error would name max_model_len, not the budget.
+    if given != "full" and most < metadata.max_model_len <= given:
+        raise bad_value(f"a budget of {given} slots is larger than a row of this engine ({most})", "kv_cache")
+    try:
+        observation_len = (selector or metadata.engine.selector).observation_len
+        budget = resolve_budget(given, metadata.max_model_len, observation_len)
+        metadata.engine.check_budget(budget, selector)
+    except ValueError as error:
+        raise bad_value(str(error), "kv_cache") from None
+    return budget
+
+
+def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+    try:
+        return {int(token): bias for token, bias in given.items()} if given else None
+    except ValueError:
+        raise InvalidValue("logit_bias has a key that is not a token id", "logit_bias") from None
+
+
+def _fault(error: ValueError, prompt_param: str | None = None) -> ApiError:
+    """An error of ``SamplingParams`` or ``check_request``, with the API's name of the field at fault."""
+    field = error.field if isinstance(error, InvalidValue) else None
+    if field in ("prompt_token_ids", "positions"):
+        return bad_value(str(error), prompt_param)
+    return bad_value(str(error), None if field is None else _API_NAMES.get(field, field))
+
 
 RETRY_S = 0.05  # how long a later prompt of a request waits when the queue is full; doubles up to
 MAX_RETRY_S = 1.0

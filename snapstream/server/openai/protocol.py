@@ -2,7 +2,7 @@
 
 Bodies are strict: a quoted number, or a boolean for a count, is an error. An unknown field is ignored and logged once;
 a known one that would change the result but is not implemented is refused by name. Values that depend on the model
-(prompt, budget, sampling limits) are checked in ``prompts.py`` and ``sampling.py``.
+(prompt, budget, sampling limits) are checked in ``prompts.py`` and ``generation.py``.
 """
 
 from __future__ import annotations

@@ -39,7 +39,18 @@ from snapstream.server.openai.answer_reader import (
     Event,
     Reasoning,
 )
-from snapstream.server.openai.generation import PreparedChat, Step, new_usage, prepare_chat, run, stream
+from snapstream.server.openai.generation import (
+    PreparedChat,
+    Step,
+    check_answer_size,
+    check_samples,
+    completion_options,
+    make_request,
+    new_usage,
+    prepare_chat,
+    run,
+    stream,
+)
 from snapstream.server.openai.prompts import Offsets, TokenText, as_prompts
 from snapstream.server.openai.protocol import (
     CHAT_ONLY_REFUSED,
@@ -55,15 +66,8 @@ from snapstream.server.openai.protocol import (
     parse,
     unknown_fields,
 )
-from snapstream.server.openai.sampling import (
-    check_answer_size,
-    check_samples,
-    completion_options,
-    make_request,
-    read_structured_output,
-)
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools import tools_of
+from snapstream.server.openai.tools import read_structured_output, tools_of
 from snapstream.types import CompressionSummary, FinishReason, Logprob
 
 LEAST = -9999.0  # JSON has no minus infinity; OpenAI uses this

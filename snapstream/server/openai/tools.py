@@ -1,4 +1,12 @@
-"""Tools and response format of a chat request: the grammar of its answer, and whether tool calls are parsed.
+"""Tools and format of an answer: the grammar that it follows, and whether tool calls are parsed.
+
+The format is set at most once, by one of
+
+    response_format            {"type": "text" | "json_object" | "json_schema", ...}
+    structured_outputs         one of json, regex, choice, grammar, json_object
+    guided_json and others     the same under older names
+
+and a chat with tools gets
 
 response_format   tools                 grammar of the answer      calls are parsed
 -                 none, auto            -                          auto: yes
@@ -19,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import ToolCallParser
-from snapstream.server.openai.protocol import ChatBody, TemplateOptions
-from snapstream.server.openai.sampling import read_structured_output
+from snapstream.server.openai.protocol import ChatBody, GenerationBody, TemplateOptions
 from snapstream.server.openai.tool_format import CUSTOM_INPUT, CallFormat, Function, GrammarBuilder
 from snapstream.types import Grammar
 
@@ -249,6 +256,121 @@ def _answer(rules: GrammarBuilder, answer: Grammar) -> str:
     if answer.kind == "regex":
         return rules.regex(answer.text)
     return f"%lark {{\n{answer.text}\n}}"
+
+
+_SCHEMA_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+# Other members of structured_outputs -> values that change nothing here.
+_MEMBERS: Mapping[str, tuple[Any, ...]] = {
+    "disable_fallback": (False, True),
+    "disable_any_whitespace": (False, True),  # JSON is compact anyhow
+    "disable_additional_properties": (False,),
+    "whitespace_pattern": (),
+    "structural_tag": (),
+}
+
+
+def read_structured_output(
+    body: GenerationBody, response_format: Mapping[str, Any] | None = None
+) -> tuple[Grammar | None, str]:
+    """The grammar of the answer (None: any text), and the field that set it, for errors."""
+    found: list[tuple[Grammar | None, str]] = []
+    if (grammar := read_response_format(response_format)) is not None:
+        found.append((grammar, "response_format"))
+    if body.structured_outputs is not None:
+        found.append((_structured(body.structured_outputs), "structured_outputs"))
+    for kind in ("json", "regex", "choice", "grammar"):
+        param = f"guided_{kind}"
+        value = getattr(body, param)
+        if value is not None:
+            found.append((_one(kind, value, param, param), param))
+    if len(found) > 1:
+        raise bad_value(
+            f"{found[0][1]} and {found[1][1]} both set the format of the answer; send one of them", found[1][1]
+        )
+    return found[0] if found else (None, "response_format")
+
+
+def read_response_format(given: Mapping[str, Any] | None) -> Grammar | None:
+    """The grammar of a ``response_format``; None for text."""
+    if given is None:
+        return None
+    kind = given.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar.json_object()
+    if kind != "json_schema":
+        raise _bad_format(f"type is {kind!r}; it must be 'text', 'json_object' or 'json_schema'")
+    inner = given.get("json_schema")
+    if not isinstance(inner, Mapping):
+        raise _bad_format("json_schema is missing")
+    name = inner.get("name")
+    if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
+        raise _bad_format(f"json_schema.name is {name!r}; it must have 1 to 64 letters, digits, _ and -")
+    schema, strict = inner.get("schema"), inner.get("strict")
+    if not isinstance(schema, Mapping):
+        raise _bad_format("json_schema.schema must be an object")
+    if strict is not None and not isinstance(strict, bool):
+        raise _bad_format(f"json_schema.strict is {strict!r}; it must be true or false")
+    try:
+        return Grammar.json_schema(schema, strict=bool(strict))
+    except ValueError as error:
+        raise _bad_format(str(error)) from None
+
+
+def _structured(given: Mapping[str, Any]) -> Grammar | None:
+
+    field = "structured_outputs"
+    for name, value in given.items():
+        if name in _MAKERS or value is None:
+            continue
+        if not any(value is harmless for harmless in _MEMBERS.get(name, ())):
+            raise bad_value(f"{field}.{name} {value!r} is not supported by this server", field, "unsupported_parameter")
+    wanted = {
+        name: value for name, value in given.items()
+        if name in _MAKERS and value is not None and not (name == "json_object" and value is False)
+    }  # fmt: skip
+    if len(wanted) != 1:
+        have = " and ".join(wanted) or "none"
+        raise bad_value(f"{field} must have one of {', '.join(_MAKERS)}; it has {have}", field)
+    ((kind, value),) = wanted.items()
+    return _one(kind, value, f"{field}.{kind}", field)
+
+
+def _one(kind: str, value: Any, place: str, param: str) -> Grammar:
+    make, is_fit, wanted = _MAKERS[kind]
+    if not is_fit(value):
+        raise bad_value(f"{place} is {value!r:.200}; it must be {wanted}", param)
+    try:
+        return make(value)
+    except ValueError as error:
+        raise bad_value(f"{place}: {error}", param) from None
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (str, Mapping))
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
+
+
+# As in vLLM, a schema may also be a JSON text, and is enforced as far as possible.
+_MAKERS: Mapping[str, tuple[Callable[[Any], Grammar], Callable[[Any], bool], str]] = {
+    "json": (lambda value: Grammar.json_schema(value, strict=False), _is_schema, "a JSON schema"),
+    "regex": (Grammar.regex, _is_text, "a regular expression"),
+    "choice": (Grammar.choice, _is_texts, "a list of strings, and not empty"),
+    "grammar": (Grammar.lark, _is_text, "a grammar (Lark or GBNF)"),
+    "json_object": (lambda _: Grammar.json_object(), lambda value: value is True, "true or false"),
+}
+
+
+def _bad_format(message: str) -> ApiError:
+    return bad_value(f"response_format.{message}", "response_format")
 
 
 @dataclass(frozen=True, kw_only=True)
