@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Response
@@ -36,7 +36,7 @@ from snapstream.server.http.middleware import (
     SingleBodyLength,
     log_refusal,
 )
-from snapstream.server.http.requests import Admission, RequestContext, run_until_disconnect
+from snapstream.server.http.requests import RequestContext, run_until_disconnect
 from snapstream.server.openai.routes import tokenizer_routes
 from snapstream.server.openai.state import CheckPrefill, ServerState, no_prefill_check
 from snapstream.server.options import ServerSettings
@@ -86,8 +86,7 @@ def make_app(
     app.state.server = state
     app.include_router(status_routes(state.require_live, state.check_ready, state.metrics.render))
     if settings.role == "prefill":  # clients talk to the servers that answer
-        secret = settings.transfer_secret
-        app.include_router(peer_routes(state, engine, secret, state.require_ready, lambda: state.metadata))
+        app.include_router(peer_routes(state))
     else:
         for api in APIS:
             app.include_router(imported(api.routes)(state))
@@ -124,71 +123,53 @@ def make_app(
 log = logging.getLogger(__name__)
 
 
-def _bad_proof(http: HttpRequest) -> ApiError:
-    log_refusal("a request without the transfer secret was refused", http.scope)
-    return ApiError(401, "This route is for servers that know the transfer secret.", code="invalid_proof")
+def peer_routes(state: ServerState) -> APIRouter:
+    """Routes for other servers; they are not in /openapi.json."""
+    router, secret = APIRouter(), state.settings.transfer_secret
+    num_queued = 0  # tokens of prompts that this server prefills for others
 
+    def proven_digest(http: HttpRequest, path: str) -> str:
+        """The digest that the body must have; 401 without a proof. A check has no body."""
+        digest = digest_of(secret, path, http.headers.get(HEADER, ""))
+        if digest is None or (path == CHECK_PATH and not has_digest(b"", digest)):
+            log_refusal("a request without the transfer secret was refused", http.scope)
+            raise ApiError(401, "This route is for servers that know the transfer secret.", code="invalid_proof")
+        return digest
 
-@dataclass(eq=False)
-class PrefillRequests:
-    """Prompts that this server prefills for decode servers."""
-
-    admission: Admission
-    engine: AsyncEngine
-    secret: bytes
-    num_tokens: int = 0
-
-    async def answer(self, http: HttpRequest) -> Response:
-        digest = digest_of(self.secret, PREFILL_PATH, http.headers.get(HEADER, ""))
-        if digest is None:
-            raise _bad_proof(http)
-        context = RequestContext(
-            self.admission.open_requests, http.state.own_id, http.state.request_id, http.url.path, api_of(http.scope)
-        )
-
-        async def work() -> Response:
-            body = await self.admission.read_bytes(http, context)
-            if not has_digest(body, digest):
-                raise bad_value("the body is not the one that the proof is for", None, "invalid_proof")
-            return await run_until_disconnect(http.receive, self._prefill(request_from_bytes(body)))
-
-        return await self.admission.handle(context, work)
-
-    async def _prefill(self, request: Request) -> Response:
+    async def send_row(request: Request) -> Response:
+        nonlocal num_queued
         assert request.ticket is not None
         own = replace(request, request_id=prefill_request_id(request.ticket))
         num_tokens = len(request.prompt_token_ids)
-        self.num_tokens += num_tokens
+        num_queued += num_tokens
         try:
-            problem = await transfer_error(self.engine.generate(own))
+            problem = await transfer_error(state.engine.generate(own))
         finally:
-            self.num_tokens -= num_tokens
+            num_queued -= num_tokens
         if problem:
             log.warning("a row was not sent: %s", problem)
             raise ApiError(502, f"the row was not sent: {problem}", kind="api_error", code="row_not_sent")
-        return JSONResponse({"queued_tokens": self.num_tokens})
-
-
-def peer_routes(
-    admission: Admission,
-    engine: AsyncEngine,
-    secret: bytes,
-    require_ready: Callable[[], None],
-    metadata: Callable[[], ModelMetadata],
-) -> APIRouter:
-    """Routes for other servers; they are not in /openapi.json."""
-    router, prefills = APIRouter(), PrefillRequests(admission, engine, secret)
+        return JSONResponse({"queued_tokens": num_queued})
 
     @router.post(PREFILL_PATH, include_in_schema=False)
-    async def prefill(request: HttpRequest) -> Response:
-        return await prefills.answer(request)
+    async def prefill(http: HttpRequest) -> Response:
+        digest = proven_digest(http, PREFILL_PATH)
+        context = RequestContext(
+            state.open_requests, http.state.own_id, http.state.request_id, http.url.path, api_of(http.scope)
+        )
+
+        async def work() -> Response:
+            body = await state.read_bytes(http, context)
+            if not has_digest(body, digest):
+                raise bad_value("the body is not the one that the proof is for", None, "invalid_proof")
+            return await run_until_disconnect(http.receive, send_row(request_from_bytes(body)))
+
+        return await state.handle(context, work)
 
     @router.get(CHECK_PATH, include_in_schema=False)
-    async def check(request: HttpRequest) -> Response:
-        digest = digest_of(secret, CHECK_PATH, request.headers.get(HEADER, ""))
-        if digest is None or not has_digest(b"", digest):
-            raise _bad_proof(request)
-        require_ready()
-        return JSONResponse(compatibility_info(metadata()))
+    async def check(http: HttpRequest) -> Response:
+        proven_digest(http, CHECK_PATH)
+        state.require_ready()
+        return JSONResponse(compatibility_info(state.metadata))
 
     return router

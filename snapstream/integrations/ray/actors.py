@@ -295,7 +295,7 @@ class EngineReplica:
     def _load(self) -> Load:
         unavailable = self._engine.unavailable or (None if self._prefill is None else self._prefill.unavailable)
         return Load(
-            rows=self._engine.metadata.max_rows,
+            rows=self._engine.metadata.engine.max_rows,
             open_rows=sum(own.num_rows for own in self._open.values()),
             queued_tokens=sum(own.queued_tokens for own in self._open.values()),
             unavailable="" if unavailable is None else str(unavailable),

@@ -89,27 +89,9 @@ class EngineMetadata:
     model: str
     engine: EngineConfig
     architecture: ModelConfig
-    has_tokenizer: bool
     pid: int
     notes: tuple[str, ...] = ()  # for the log: what was decided at the start
     transfer_fingerprint: dict[str, str] = field(default_factory=dict)  # both sides of a KV transfer must have it
-
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.architecture.vocab_size
-
-    @property
-    def max_rows(self) -> int:
-        return self.engine.max_rows
-
-    @property
-    def budget_slots(self) -> int:
-        """Slots of the largest row."""
-        return self.engine.budget.capacity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +115,7 @@ class ModelMetadata:
     def of(cls, metadata: EngineMetadata, names: tuple[str, ...], created: int) -> ModelMetadata:
         return cls(
             names=names,
-            vocab_size=metadata.vocab_size,
+            vocab_size=metadata.architecture.vocab_size,
             engine=metadata.engine,
             created=created,
             num_layers=metadata.architecture.num_layers,

@@ -230,7 +230,6 @@ def _metadata(spec: EngineSpec, llm: LLM, connector: TcpConnector | None) -> Eng
         model=spec.model,
         engine=llm.config,
         architecture=llm.model_config,
-        has_tokenizer=llm.tokenizer is not None,
         pid=os.getpid(),
         notes=(*llm.notes, *_transfer_notes(spec, connector)),
         transfer_fingerprint={} if connector is None else dict(connector.fingerprint),
@@ -569,7 +568,7 @@ class EngineProcess:
             notes.cancel()
         self._is_serving = True
         metadata = self._metadata
-        rows = f"{metadata.max_rows} rows of {metadata.budget_slots:,} slots"
+        rows = f"{metadata.engine.max_rows} rows of {metadata.engine.budget.capacity:,} slots"
         log.info("engine process %s serves %s in %s", child.pid, self._spec.model, rows)
         for note in metadata.notes:
             log.info("%s", note)

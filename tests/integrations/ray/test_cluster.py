@@ -191,7 +191,7 @@ def test_an_update_drops_no_stream(
 
     def is_new() -> bool:
         reports = watch.reports()
-        return len(reports) == 2 and all(report.metadata.budget_slots == 256 for report in reports)
+        return len(reports) == 2 and all(report.metadata.engine.budget.capacity == 256 for report in reports)
 
     until(is_new)
     assert not before & {report.replica for report in until_whole(http, watch)}

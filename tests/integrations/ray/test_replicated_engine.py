@@ -30,7 +30,6 @@ FACTS = EngineMetadata(
     model="tiny",
     engine=EngineConfig(budget=KVBudget.of(128), max_model_len=512, max_rows=4),
     architecture=read_model_config(TINY_MODEL),
-    has_tokenizer=True,
     pid=1,
 )
 REQUEST = Request(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=2))

@@ -95,7 +95,11 @@ def test_facts_are_those_of_the_loaded_engine(served: Served, folder: Path) -> N
     facts = served.engine.metadata
     with LLM(folder, **SETTINGS, progress=False) as llm:
         assert (facts.model, facts.engine, facts.architecture) == (str(folder), llm.config, llm.model_config)
-    assert (facts.max_model_len, facts.max_rows, facts.budget_slots) == (MAX_MODEL_LEN, MAX_ROWS, BUDGET)
+    assert (facts.engine.max_model_len, facts.engine.max_rows, facts.engine.budget.capacity) == (
+        MAX_MODEL_LEN,
+        MAX_ROWS,
+        BUDGET,
+    )
     assert facts.has_tokenizer and facts.pid != os.getpid() and is_running(facts.pid)
 
 
