@@ -38,7 +38,7 @@ from snapstream.server.http.middleware import (
 )
 from snapstream.server.http.requests import RequestContext, run_until_disconnect
 from snapstream.server.openai.routes import tokenizer_routes
-from snapstream.server.openai.state import CheckPrefill, ServerState, no_prefill_check
+from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServerSettings
 from snapstream.server.page import page_routes
 from snapstream.server.telemetry import TraceRequests, Tracing
@@ -59,14 +59,13 @@ def make_app(
     compressor: PromptCompressor | None = None,
     guard: ConnectionGuard | None = None,
     tracing: Tracing | None = None,
-    check_prefill: CheckPrefill = no_prefill_check,
 ) -> FastAPI:
     """``metadata`` may raise EngineDead while the engine loads; callers get a 503 until then. ``compressor``: the
-    draft. ``guard``: the connections that it is reached by, for its metrics. ``check_prefill``: see ``ServerState``.
+    draft. ``guard``: the connections that it is reached by, for its metrics.
 
     ``app.state.server`` is the shared state; set its ``is_draining`` to refuse new work.
     """
-    state = ServerState(engine, tokenizer, settings, metadata, compressor, guard, check_prefill)
+    state = ServerState(engine, tokenizer, settings, metadata, compressor, guard)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -92,7 +91,7 @@ def make_app(
             app.include_router(imported(api.routes)(state))
         app.include_router(tokenizer_routes(state))
         if settings.has_page:
-            app.include_router(page_routes(state))
+            app.include_router(page_routes(state.answer, state.prompts.with_tokenizer, lambda: _example_len(state)))
     add_error_handlers(app)
     app.add_middleware(BearerAuth, keys=settings.api_keys, admin_key=settings.admin_key, apis=APIS)
     if settings.cors_origins:  # outside of the keys: a preflight carries none
@@ -116,6 +115,11 @@ def make_app(
     app.add_middleware(SelectApi, apis=APIS)
     app.add_middleware(HeadAsGet)
     return app
+
+
+def _example_len(state: ServerState) -> int:
+    """Tokens of the longest example document for the model; 0: it was not trained on them."""
+    return state.metadata.max_model_len if state.metadata.has_examples else 0
 
 
 # The routes of a server with --role prefill.

@@ -224,7 +224,7 @@ async def _load_server(
     if spec.options.prefix_dir is not None:  # stored prompts outlive this process, so their namespaces must, too
         secret = await asyncio.to_thread(folder_secret, Path(spec.options.prefix_dir))
         settings = replace(settings, namespace_secret=secret)
-    app = make_app(engine, tokenizer, settings, metadata, compressor, guard, tracing, engine.check_prefill)
+    app = make_app(engine, tokenizer, settings, metadata, compressor, guard, tracing)
     state: ServerState = app.state.server
     startup.start(app, state)
     return state

@@ -60,6 +60,7 @@ class FakeEngine:
     is_shut: bool = False
     num_in_store: int = 0  # what every prompt is told to have stored
     resets: list[str | None] = field(default_factory=list)
+    prefill_problem: Exception | None = None
 
     async def generate(self, request: Request) -> AsyncIterator[RequestDelta]:
         if self.refuse is not None:
@@ -160,6 +161,10 @@ class FakeEngine:
             num_running=self.num_running, rows_free=4 - self.num_running, rows_total=4,
             generation_tokens_total=self.generated,
         )  # fmt: skip
+
+    async def check_prefill(self) -> None:
+        if self.prefill_problem is not None:
+            raise self.prefill_problem
 
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
         return self.num_in_store

@@ -55,6 +55,9 @@ class LocalEngine:
     def stats(self) -> EngineStats:
         return self._client.stats if self.is_ready else without_gauges(self._client.stats)
 
+    async def check_prefill(self) -> None:
+        pass
+
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
         """Tokens at the beginning of a prompt that lie in the prefix store; EngineDead if there is no engine."""
         self._check_ready()

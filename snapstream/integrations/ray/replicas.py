@@ -549,6 +549,9 @@ class ReplicatedEngine:
     def stats(self) -> EngineStats:
         return self._registry.stats()
 
+    async def check_prefill(self) -> None:
+        """Nothing: a replica whose prefill replicas are gone reports that it takes no requests."""
+
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
         """0: which replica gets the prompt is decided later."""
         return 0

@@ -57,6 +57,10 @@ class AsyncEngine(Protocol):
 
     def stats(self) -> EngineStats: ...
 
+    async def check_prefill(self) -> None:
+        """As ``PrefillBackend.check``; nothing for an engine that prefills itself."""
+        ...
+
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
         """Leading tokens of a prompt that the prefix store holds when the engine reads this. EngineDead."""
         ...

@@ -238,17 +238,13 @@ class Prompts:
         """Run slow work off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Run slow work with a tokenizer off the event loop; 400 if there is none."""
-        return await self._run(work)
-
     async def encode(
         self, text: str, max_len: int, *, add_special_tokens: bool, param: str = "prompt"
     ) -> tuple[int, ...]:
         """400 for a text that certainly has more than ``max_len`` tokens."""
         self._need()
         self._check_chars(text, max_len, param)
-        return await self._run(lambda tok: _encode(tok, text, add_special_tokens))
+        return await self.with_tokenizer(lambda tok: _encode(tok, text, add_special_tokens))
 
     def _check_chars(self, text: str, max_len: int, param: str) -> None:
         if len(text) > max_len * self._longest:
@@ -259,28 +255,28 @@ class Prompts:
         for token in ids:
             if not 0 <= token < size:
                 raise bad_value(f"token id {token} is outside the vocabulary (0 to {size - 1})", "tokens")
-        return await self._run(lambda tok: str(tok.decode(list(ids), skip_special_tokens=False)))
+        return await self.with_tokenizer(lambda tok: str(tok.decode(list(ids), skip_special_tokens=False)))
 
     async def echo(self, text: str | None, ids: tuple[int, ...]) -> str:
         """The prompt's text, as echoed before the answer."""
-        return text if text is not None else await self._run(lambda tok: str(tok.decode(list(ids))))
+        return text if text is not None else await self.with_tokenizer(lambda tok: str(tok.decode(list(ids))))
 
     async def token_strings(self, ids: Sequence[int]) -> list[str]:
-        return await self._run(lambda tok: [str(piece) for piece in tok.convert_ids_to_tokens(list(ids))])
+        return await self.with_tokenizer(lambda tok: [str(piece) for piece in tok.convert_ids_to_tokens(list(ids))])
 
     async def conversation(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Messages as the template takes them; 400 for malformed ones."""
-        return await self._run(lambda tok: _normalized(tok, messages))
+        return await self.with_tokenizer(lambda tok: _normalized(tok, messages))
 
     async def chat(self, options: TemplateOptions, max_len: int, *, has_tools: bool = True) -> ChatPrompt:
         """A conversation as token ids, ready for the answer."""
-        text, prefix, marks = await self._run(lambda tok: _render(tok, options, has_tools, self._spelled))
+        text, prefix, marks = await self.with_tokenizer(lambda tok: _render(tok, options, has_tools, self._spelled))
         has_special = options.add_special_tokens is True
         if marks is None:
             ids = await self.encode(text, max_len, add_special_tokens=has_special, param="messages")
         else:
             self._check_chars(text, max_len, "messages")
-            ids = await self._run(lambda tok: marks.encode(tok, text, add_special_tokens=has_special))
+            ids = await self.with_tokenizer(lambda tok: marks.encode(tok, text, add_special_tokens=has_special))
         return ChatPrompt(ids, text[-ENDING_CHARS:], prefix)
 
     async def completion(
@@ -299,7 +295,8 @@ class Prompts:
             raise bad_value("this checkpoint has no tokenizer; send token ids", "prompt")
         return self.tokenizer
 
-    async def _run(self, work: Callable[[Any], T]) -> T:
+    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
+        """Run slow work with a tokenizer off the event loop; 400 if there is none."""
         self._need()
         return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: work(self._own()))
 

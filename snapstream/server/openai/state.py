@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
@@ -133,29 +133,19 @@ class Usage:
         return self._prefixes[0].diverged_at if 0 in self._prefixes else None
 
     @property
-    def how_ended(self) -> str:
-        """For the log: finish reasons of its choices."""
-        return ",".join(sorted({end["finish_reason"] for end in self.ends.values()})) or "-"
-
-    @property
-    def dropped_tokens(self) -> int:
-        """For the log: prompt tokens that the draft dropped."""
-        return sum(
-            request.prompt_compression.dropped_tokens
-            for request in self.requests
-            if request.prompt_compression is not None
-        )
-
-    @property
-    def kept_tokens(self) -> int:
-        """For the log: prompt tokens that the rows hold, over all prompts."""
-        return sum(one["compression"]["kept_tokens"] for one in self._prompts if one["compression"] is not None)
-
-    @property
-    def queue_ms(self) -> float | None:
-        """For the log: how long the first prompt waited for a row; None until it has ended."""
-        timings = self._prompts[0]["timings"]
-        return None if timings is None else float(timings["queue_ms"])
+    def log_fields(self) -> dict[str, Any]:
+        """Counts for the request's log line; ``kept_tokens`` are those that the rows hold, over all prompts."""
+        shortened = (request.prompt_compression for request in self.requests)
+        compressions, timings = (own["compression"] for own in self._prompts), self._prompts[0]["timings"]
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "dropped_tokens": sum(one.dropped_tokens for one in shortened if one is not None),
+            "cached_tokens": self.cached_tokens,
+            "diverged_at": self.diverged_at,
+            "kept_tokens": sum(one["kept_tokens"] for one in compressions if one is not None),
+            "completion_tokens": self.completion_tokens,
+            "queue_ms": None if timings is None else float(timings["queue_ms"]),  # of the first prompt
+        }
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -177,6 +167,12 @@ def _as_json(bitmap: KeptBitmap) -> dict[str, Any]:
     }
 
 
+_NO_COUNTS: dict[str, Any] = {
+    "prompt_tokens": 0, "dropped_tokens": 0, "cached_tokens": 0, "diverged_at": None, "kept_tokens": 0,
+    "completion_tokens": 0, "queue_ms": None,
+}  # fmt: skip
+
+
 @dataclass
 class AnswerContext(RequestContext):
     """``usage`` is set once its prompts are known."""
@@ -185,36 +181,27 @@ class AnswerContext(RequestContext):
     namespace: str = ""  # of the prefix store: the callers that share prefixes
 
     def fields(self, status: int, reason: str) -> dict[str, Any]:
-        usage = self.usage
-        counts = {} if usage is None else usage.as_openai
-        first_at = None if usage is None else usage.first_at
+        usage, end, ttft_ms = self.usage, reason, None
+        if usage is not None:
+            if status == 200:
+                end = reason or ",".join(sorted({one["finish_reason"] for one in usage.ends.values()})) or "-"
+            if usage.first_at is not None:
+                ttft_ms = 1e3 * (usage.first_at - self.arrived_at)
         return {
             "request": self.request_id,
             "answer": self.answer_id,
             "path": self.path,
             "status": status,
-            "end": reason or (usage.how_ended if usage is not None and status == 200 else None),
-            "prompt_tokens": counts.get("prompt_tokens", 0),
-            "dropped_tokens": 0 if usage is None else usage.dropped_tokens,
-            "cached_tokens": 0 if usage is None else usage.cached_tokens,
-            "diverged_at": None if usage is None else usage.diverged_at,
-            "kept_tokens": 0 if usage is None else usage.kept_tokens,
-            "completion_tokens": counts.get("completion_tokens", 0),
-            "queue_ms": None if usage is None else usage.queue_ms,
-            "ttft_ms": None if first_at is None else 1e3 * (first_at - self.arrived_at),
+            "end": end or None,
+            **(_NO_COUNTS if usage is None else usage.log_fields),
+            "ttft_ms": ttft_ms,
             "ms": 1e3 * (monotonic() - self.arrived_at),
         }
 
 
 log = logging.getLogger(__name__)
 
-CheckPrefill = Callable[[], Awaitable[None]]
 Work = Callable[[dict[str, Any], AnswerContext], Coroutine[Any, Any, Response]]  # takes the body
-T = TypeVar("T")
-
-
-async def no_prefill_check() -> None:
-    pass
 
 
 class ServerState(Admission):
@@ -228,13 +215,10 @@ class ServerState(Admission):
         metadata: Callable[[], ModelMetadata],
         compressor: PromptCompressor | None = None,
         guard: ConnectionGuard | None = None,
-        check_prefill: CheckPrefill = no_prefill_check,
     ) -> None:
-        """``check_prefill`` is ``PrefillBackend.check``, for an engine with remote prefill."""
         super().__init__(settings, "server", EventStream)
         self.engine = engine
         self.settings = settings
-        self._check_readers = check_prefill
         self._prefill_problem = ""
         self.prompts = Prompts(tokenizer, threads=settings.tokenizer_threads, trusts_users=settings.trusts_users)
         self.texts = TokenText(tokenizer)
@@ -276,15 +260,6 @@ class ServerState(Admission):
     def is_ready(self) -> bool:
         return self.engine.is_ready and not self.is_draining
 
-    @property
-    def example_len(self) -> int:
-        """Tokens of the longest example document for the model; 0: it was not trained on them."""
-        return self.metadata.max_model_len if self.metadata.has_examples else 0
-
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Run slow work with a tokenizer off the event loop; 400 if there is none."""
-        return await self.prompts.with_tokenizer(work)
-
     def error(self, error: Exception) -> ApiError:
         return engine_error(error, self.settings.retry_after_s) or super().error(error)
 
@@ -304,7 +279,7 @@ class ServerState(Admission):
         self.require_ready()
         problem = ""
         try:
-            await self._check_readers()
+            await self.engine.check_prefill()
         except (PrefillFailed, ValueError) as error:
             problem = str(error)
         if problem and problem != self._prefill_problem:  # with addresses, which clients must not see

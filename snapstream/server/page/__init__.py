@@ -7,11 +7,11 @@ key; routes that compute are under /v1/ and need one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
@@ -53,25 +53,11 @@ MIN_EXAMPLE = 256
 MAX_SEED = 999
 
 
-T = TypeVar("T")
 Work = Callable[[dict[str, Any], Any], Coroutine[Any, Any, Response]]  # takes the body, which is {} for a GET
 
 
-class Host(Protocol):
-    """The application that shows the page."""
-
-    @property
-    def example_len(self) -> int:
-        """Tokens of the longest example document for the model; 0: it was not trained on them."""
-        ...
-
-    async def with_tokenizer(self, work: Callable[[Any], T]) -> T:
-        """Run slow work with a tokenizer off the event loop."""
-        ...
-
-    async def answer(self, request: HttpRequest, work: Work) -> Response:
-        """Run a handler that computes."""
-        ...
+Answer = Callable[[HttpRequest, Work], Awaitable[Response]]  # runs a handler that computes
+WithTokenizer = Callable[[Callable[[Any], dict[str, Any]]], Awaitable[dict[str, Any]]]  # off the event loop
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,8 @@ def _read(path: Path) -> PageFile:
     return PageFile(body, MEDIA_TYPES[path.suffix], f'"{sha256(body).hexdigest()[:32]}"')
 
 
-def page_routes(host: Host) -> APIRouter:
+def page_routes(answer: Answer, with_tokenizer: WithTokenizer, example_len: Callable[[], int]) -> APIRouter:
+    """``example_len``: tokens of the longest example document for the model; 0: it was not trained on them."""
     files = page_files()
     router = APIRouter()
 
@@ -115,9 +102,14 @@ def page_routes(host: Host) -> APIRouter:
         request: HttpRequest, tokens: Annotated[int, Query()] = 4096, seed: Annotated[int, Query(ge=0, le=MAX_SEED)] = 0
     ) -> Response:
         async def work(_: dict[str, Any], __: Any) -> Response:
-            return JSONResponse(await _example(host, tokens, seed))
+            longest = example_len()
+            if not longest:
+                raise bad_value("example documents need the shipped tiny model", None)
+            if not MIN_EXAMPLE <= tokens <= longest:
+                raise bad_value(f"tokens is {tokens}; it must be from {MIN_EXAMPLE} to {longest}", "tokens")
+            return JSONResponse(await with_tokenizer(lambda tokenizer: _make_example(tokenizer, tokens, seed)))
 
-        return await host.answer(request, work)
+        return await answer(request, work)
 
     def _send(request: HttpRequest, name: str) -> Response:
         if name not in files:
@@ -127,17 +119,9 @@ def page_routes(host: Host) -> APIRouter:
     return router
 
 
-async def _example(host: Host, tokens: int, seed: int) -> dict[str, Any]:
-    """A generated document of about that many tokens, with a question and its answer."""
-    longest = host.example_len
-    if not longest:
-        raise bad_value("example documents need the shipped tiny model", None)
-    if not MIN_EXAMPLE <= tokens <= longest:
-        raise bad_value(f"tokens is {tokens}; it must be from {MIN_EXAMPLE} to {longest}", "tokens")
-    return await host.with_tokenizer(lambda tokenizer: _make_example(tokenizer, tokens, seed))
-
-
 def _make_example(tokenizer: Any, tokens: int, seed: int) -> dict[str, Any]:
+    """A generated document of about that many tokens, with a question and its answer."""
+
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 

@@ -243,17 +243,12 @@ def test_a_check_finds_what_would_fail_with_the_first_request() -> None:
 
 
 def test_readiness_asks_the_prefill_servers_and_liveness_does_not() -> None:
-    problems: list[Exception] = []
-
-    async def check() -> None:
-        if problems:
-            raise problems[0]
-
     async def main() -> None:
-        app = make_app(FakeEngine(), None, ServerSettings(), lambda: FACTS, check_prefill=check)
+        engine = FakeEngine()
+        app = make_app(engine, None, ServerSettings(), lambda: FACTS)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             for error in (None, PrefillFailed("http://10.0.0.7 is gone"), ValueError("http://10.0.0.7 differs"), None):
-                problems[:] = [] if error is None else [error]
+                engine.prefill_problem = error
                 for path in ("/health", "/health/ready"):
                     answer = await http.get(path)
                     assert answer.status_code == (200 if error is None else 503)
