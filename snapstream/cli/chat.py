@@ -23,7 +23,7 @@ from snapstream.cli.generate import summary
 from snapstream.config import EngineOptions
 from snapstream.config.engine import setting
 from snapstream.config.values import as_count
-from snapstream.types import FinishReason, KeptBitmap, RequestOutput, SamplingParams
+from snapstream.types import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from snapstream.llm import LLM
@@ -317,20 +317,11 @@ class Conversation:
         if bitmap is None:
             self.note("the row holds the whole prompt")
             return
-        from snapstream.cli.demo import strip
+        from snapstream.cli.demo import kept_shares, strip
 
         self.note("the prompt from its first token to its last; darker: kept by more layers and heads")
         for line in strip(kept_shares(bitmap), range(0)):
             self.note(line)
-
-
-def kept_shares(bitmap: KeptBitmap) -> list[float]:
-    """For every prompt token the share of (layer, kv head) pairs whose row kept it."""
-    import numpy as np
-
-    bits = np.frombuffer(bitmap.bits, np.uint8).reshape(bitmap.num_layers * bitmap.num_kv_heads, -1)
-    kept = np.unpackbits(bits, axis=1, count=bitmap.num_tokens, bitorder="little")
-    return [float(share) for share in kept.mean(axis=0)]
 
 
 class _Shown:

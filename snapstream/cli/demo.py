@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,7 +19,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Document, Question, make_document
 from snapstream.config import KVBudget
 from snapstream.llm import LLM
-from snapstream.types import RequestOutput, SamplingParams
+from snapstream.types import KeptBitmap, RequestOutput, SamplingParams
 
 DECODE_TOKENS = 96  # of the speed run: long enough to time, short enough to wait for
 STRIP_COLUMNS = 72
@@ -74,7 +75,7 @@ def run_arm(name: str, budget: KVBudget, cases: list[Case], max_model_len: int) 
     rows = len(cases)
     with LLM(TINY_MODEL, budget=budget, max_rows=rows, max_model_len=max_model_len, progress=False) as llm:
         prompts = [case.token_ids for case in cases]
-        answers = SamplingParams(max_tokens=24, temperature=0.0, return_kept=True)
+        answers = SamplingParams(max_tokens=24, temperature=0.0, return_kept="bitmap")
         outputs = llm.generate(prompts, answers)
         speed = SamplingParams(n=rows, max_tokens=DECODE_TOKENS, temperature=0.0, ignore_eos=True)
         timings = llm.generate(prompts[:1], speed)[0].timings
@@ -130,20 +131,11 @@ def answers_table(arms: list[Arm], cases: list[Case]) -> Table:
     return table
 
 
-def kept_share(output: RequestOutput, budget: KVBudget) -> list[float]:
+def kept_shares(bitmap: KeptBitmap) -> list[float]:
     """For every prompt token the share of (layer, kv head) pairs whose row kept it."""
-    count = len(output.prompt_token_ids)
-    compression = output.compression
-    if compression is None or compression.kept_positions is None:
-        return [1.0] * count
-    heads = [head for layer in compression.kept_positions for head in layer]
-    share = [0.0] * count
-    for head in heads:
-        for position in head:
-            share[position] += 1 / len(heads)
-    for position in (*range(budget.num_sink), *range(count - budget.num_recent, count)):
-        share[position] = 1.0
-    return share
+    bits = np.frombuffer(bitmap.bits, np.uint8).reshape(bitmap.num_layers * bitmap.num_kv_heads, -1)
+    kept = np.unpackbits(bits, axis=1, count=bitmap.num_tokens, bitorder="little")
+    return [float(share) for share in kept.mean(axis=0)]
 
 
 def strip(values: list[float], marked: range) -> Iterator[str]:
@@ -197,13 +189,13 @@ def run_demo(
 
 
 def _print_row(console: Console, arm: Arm, case: Case, marked: range) -> None:
-    output = arm.outputs[0]
-    budget = arm.budget
+    output, budget = arm.outputs[0], arm.budget
+    assert output.compression is not None and output.compression.kept_bitmap is not None, "the prompt outgrows the row"
     console.print(f"\nOne row of {arm.name}, drawn over its prompt of {len(output.prompt_token_ids):,} tokens.")
     console.print(
         f"{budget.num_sink} sinks | {budget.num_topk} selected | ring of {budget.num_recent}. "
         "Darker: kept by more layers and heads. ^ is the sentence that answers:"
     )
     console.print(f"[dim]{escape(case.question.text)}[/]\n", highlight=False)
-    for line in strip(kept_share(output, budget), marked):
+    for line in strip(kept_shares(output.compression.kept_bitmap), marked):
         console.print(line, highlight=False)

@@ -20,7 +20,8 @@ import pytest
 import snapstream
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
-from snapstream.cli.chat import Conversation, converse, joined, kept_shares, printable
+from snapstream.cli.chat import Conversation, converse, joined, printable
+from snapstream.cli.demo import kept_shares
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.llm import LLM
 from snapstream.types import FinishReason, KeptBitmap, RequestOutput, SampleOutput, SamplingParams
