@@ -41,6 +41,7 @@ from snapstream.engine.prefix_cache import chain_of
 from snapstream.engine.worker import Deltas, add_totals, without_gauges
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta
 from snapstream.server.engine.remote_prefill import AVOID_S, PrefillFailed, transfer_error
+from snapstream.server.http.requests import OpenRequests
 from snapstream.types import QueueFull, Request, RowTicket
 
 
@@ -172,29 +173,26 @@ def route_key(request: Request, config: EngineConfig | None) -> bytes:
 def rank_for_decode(loads: Mapping[str, Load], key: bytes, num_rows: int) -> list[str]:
     """Replicas for a request of ``num_rows``, the best first."""
     freest = sorted(loads, key=lambda name: (-loads[name].free_rows, loads[name].open_rows, name))
-    if not key:
-        return freest
-    total = sum(load.open_rows for load in loads.values())
-    most = ceil(MAX_OVER_MEAN * (total + num_rows) / max(1, len(loads)))
-    by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
-    near = [name for name in by_hash if _fits(loads[name], num_rows, most)]
-    return [*near, *(name for name in freest if name not in near)]
-
-
-def _fits(load: Load, num_rows: int, most: int) -> bool:
-    return load.free_rows >= num_rows and load.open_rows + num_rows <= max(most, num_rows)
+    used = {name: load.open_rows for name, load in loads.items()}
+    return _by_key(used, key, num_rows, freest, lambda name: loads[name].free_rows >= num_rows)
 
 
 def rank_for_prefill(loads: Mapping[str, Load], key: bytes, num_tokens: int) -> list[str]:
     """Prefill replicas for a prompt of ``num_tokens``, the best first."""
     idlest = sorted(loads, key=lambda name: (loads[name].queued_tokens, loads[name].open_rows, name))
+    return _by_key({name: load.queued_tokens for name, load in loads.items()}, key, num_tokens, idlest)
+
+
+def _by_key(
+    used: Mapping[str, int], key: bytes, size: int, others: list[str], has_room: Callable[[str], bool] = lambda _: True
+) -> list[str]:
+    """Replicas by the hash of the key, those first that ``size`` more does not overload; then the ``others``."""
     if not key:
-        return idlest
-    total = sum(load.queued_tokens for load in loads.values())
-    most = max(num_tokens, ceil(MAX_OVER_MEAN * (total + num_tokens) / max(1, len(loads))))
-    by_hash = sorted(loads, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
-    near = [name for name in by_hash if loads[name].queued_tokens + num_tokens <= most]
-    return [*near, *(name for name in idlest if name not in near)]
+        return others
+    most = max(size, ceil(MAX_OVER_MEAN * (sum(used.values()) + size) / max(1, len(used))))
+    by_hash = sorted(used, key=lambda name: blake2b(key + name.encode(), digest_size=8).digest())
+    near = [name for name in by_hash if has_room(name) and used[name] + size <= most]
+    return [*near, *(name for name in others if name not in near)]
 
 
 class Claim:
@@ -481,9 +479,7 @@ class ReplicatedEngine:
         self._registry = ReplicaRegistry()
         self._replicas = WatchedReplicas(replicas, self._registry)
         self._is_closing = False
-        self._num_open = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._open = OpenRequests()
         self._resets: set[asyncio.Task[None]] = set()
 
     @property
@@ -516,7 +512,7 @@ class ReplicatedEngine:
         key = route_key(request, None if metadata is None else metadata.engine)
         avoid: set[str] = set()
         num_rows = request.sampling.n
-        self._open()
+        self._open.enter()
         try:
             for num_tries in range(1, MAX_TRIES + 1):
                 claim = self._registry.claim(num_rows)
@@ -544,7 +540,7 @@ class ReplicatedEngine:
                 finally:
                     claim.give_back()
         finally:
-            self._close()
+            self._open.leave()
 
     def stats(self) -> EngineStats:
         return self._registry.stats()
@@ -568,9 +564,7 @@ class ReplicatedEngine:
     async def shutdown(self, drain_s: float) -> None:
         """Refuse requests, and let running ones finish for at most ``drain_s``. Ray ends the replicas."""
         self._is_closing = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), drain_s)
-        except TimeoutError:
+        if not await self._open.wait_idle(drain_s):
             log.warning("requests still run at the end of the drain")
 
     async def watch(self) -> None:
@@ -585,15 +579,6 @@ class ReplicatedEngine:
         """Whether a repeat can do better. A replica that is gone will be replaced: Ray holds the request until then."""
         others = [name for name in self._registry.names if name not in avoid]
         return bool(others) or (isinstance(error.__cause__, ReplicaLost))
-
-    def _open(self) -> None:
-        self._num_open += 1
-        self._idle.clear()
-
-    def _close(self) -> None:
-        self._num_open -= 1
-        if not self._num_open:
-            self._idle.set()
 
 
 class ReplicaPrefill:
