@@ -40,7 +40,7 @@ longer; attention of all pairs; two collectives of a chunk's hidden states. Noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -258,25 +258,8 @@ class RanksPlan:
     tensor_bytes: dict[str, int]  # weights of one rank
     bandwidth_bytes_per_s: float  # of one device
     flop_per_s: float
-    steps: dict[str, StepTime]  # by the name of a line of the plan: all rows that fit, right after their prompts
+    steps: dict[str, StepTime]  # by the name of a line of the plan: all rows that fit (where one does), after prompts
     prompt: PromptTime  # alone
-
-    @classmethod
-    def of(
-        cls, predictor: Predictor, batches: Mapping[str, tuple[int, int]], prompt_len: int, chunk_len: int
-    ) -> RanksPlan:
-        """``batches``: rows and visible slots of each line; those of no rows have no step."""
-        stored = rank_config(predictor.model, predictor.parallel, formats=predictor.formats)
-        return cls(
-            parallel=predictor.parallel,
-            tensor_bytes=tensor_bytes(stored, predictor.dtype, predictor.formats),
-            bandwidth_bytes_per_s=predictor.bandwidth_bytes_per_s,
-            flop_per_s=predictor.flop_per_s,
-            steps={
-                name: predictor.step(rows, slots, prompt_len) for name, (rows, slots) in batches.items() if rows > 0
-            },
-            prompt=predictor.prompt(prompt_len, chunk_len),
-        )
 
     def as_dict(self) -> dict[str, Any]:
         """The fields above under their names, with what follows from them: whole times over each of ``links``."""
@@ -286,9 +269,6 @@ class RanksPlan:
         for name, step in self.steps.items():
             plain["steps"][name] |= {"seconds": step.seconds, "tokens_per_s": step.tokens_per_s}
         return plain
-
-
-REACHED = 0.8  # of the bandwidth on paper, as in fit.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +309,7 @@ def prefix_plan(
     num_tokens = store.num_blocks(stored) * store.block_len
     prompt_blocks = prompt_len // store.block_len
     token_flop = 2 * model.num_layers * (layer_parameters(model) + model.num_heads * model.head_dim * prompt_len)
-    flop_per_s = FLOP_PER_BYTE * REACHED * bandwidth
+    flop_per_s = FLOP_PER_BYTE * READ_SHARE * bandwidth
     num_copied = prompt_blocks * store.block_len
     return PrefixPlan(
         store_bytes=num_tokens * stored,
@@ -519,16 +499,20 @@ class _Planner:
         options = self.options
         if options.tensor_parallel == 1:
             return None
-        gpu = self.gpu
-        predictor = Predictor.of(
-            self.model,
-            replace(options, kv_dtype=self.kv_dtype),
-            self.formats,
-            gpu.bandwidth_bytes_per_s,
-            gpu.flop_per_s,
+        gpu, own = self.gpu, replace(options, kv_dtype=self.kv_dtype)
+        predictor = Predictor.of(self.model, own, self.formats, gpu.bandwidth_bytes_per_s, gpu.flop_per_s)
+        return RanksPlan(
+            parallel=options.parallel,
+            tensor_bytes=tensor_bytes(self.stored, options.dtype, self.formats),
+            bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
+            flop_per_s=gpu.flop_per_s,
+            steps={
+                row.name: predictor.step(row.max_rows, row.visible_slots, self.prompt_len)
+                for row in rows
+                if row.max_rows > 0
+            },
+            prompt=predictor.prompt(self.prompt_len, chunk_len),
         )
-        batches = {row.name: (row.max_rows, row.visible_slots) for row in rows}
-        return RanksPlan.of(predictor, batches, self.prompt_len, chunk_len)
 
 
 def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None) -> tuple[int, int]:
