@@ -20,12 +20,10 @@ from transformers import (
 
 from recipes.hybrid_model import TinyHybridConfig, TinyHybridModel
 from recipes.latent_model import TinyLatentConfig, TinyLatentModel
-from recipes.model import TinyConfig, TinyModel
+from recipes.model import TinyConfig, TinyModel, TrainedModel
 
 MAX_POSITIONS = 16384
 KINDS = {"deepseek_v3": TinyLatentConfig, "lfm2": TinyHybridConfig}  # any other: TinyConfig
-
-AnyModel = TinyModel | TinyLatentModel | TinyHybridModel
 
 
 def build_config(settings: dict[str, Any], vocab_size: int) -> TinyConfig:
@@ -34,7 +32,7 @@ def build_config(settings: dict[str, Any], vocab_size: int) -> TinyConfig:
     return kind(vocab_size=vocab_size, **settings)
 
 
-def build_model(config: TinyConfig) -> AnyModel:
+def build_model(config: TinyConfig) -> TrainedModel:
     """The model to train, with its head start."""
     if isinstance(config, TinyHybridConfig):
         return TinyHybridModel(config)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.model import COMMON, RMSNorm, TinyConfig, parts, rotate, rotations, start_embedding, start_lookup
+from recipes.model import COMMON, Attention, RMSNorm, TinyConfig, TrainedModel, parts, start_embedding, start_lookup
 
 CONV, FULL = "conv", "full_attention"
 GROWN = 1.3  # head start: size of the residual stream behind the first layer, in units of an embedding
@@ -46,35 +46,6 @@ class ShortConv(nn.Module):
         return out
 
 
-class FullAttention(nn.Module):
-    """Causal attention with rotary positions, grouped key-value heads, and norms on queries and keys."""
-
-    def __init__(self, config: TinyHybridConfig) -> None:
-        super().__init__()
-        self.config = config
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
-        self.out_proj = nn.Linear(query, config.hidden_size, bias=False)
-        self.q_layernorm = RMSNorm(config.head_dim, config.rms_eps)
-        self.k_layernorm = RMSNorm(config.head_dim, config.rms_eps)
-
-    def forward(self, h: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, length, _ = h.shape
-
-        def heads(y: Tensor) -> Tensor:
-            return y.view(batch, length, -1, self.config.head_dim).transpose(1, 2)  # [B, heads, T, E]
-
-        q = rotate(self.q_layernorm(heads(self.q_proj(h))), cos, sin)
-        k = rotate(self.k_layernorm(heads(self.k_proj(h))), cos, sin)
-        repeat = self.config.num_heads // self.config.num_kv_heads
-        k, v = (y.repeat_interleave(repeat, dim=1) for y in (k, heads(self.v_proj(h))))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        merged: Tensor = self.out_proj(out.transpose(1, 2).reshape(batch, length, -1))
-        return merged
-
-
 class FeedForward(nn.Module):
     """SwiGLU feed-forward."""
 
@@ -95,7 +66,7 @@ class HybridLayer(nn.Module):
     def __init__(self, config: TinyHybridConfig, kind: str) -> None:
         super().__init__()
         if kind == FULL:
-            self.self_attn = FullAttention(config)
+            self.self_attn = Attention(config, has_norms=True, names=("out_proj", "q_layernorm", "k_layernorm"))
         else:
             self.conv = ShortConv(config)
         self.feed_forward = FeedForward(config)
@@ -110,39 +81,18 @@ class HybridLayer(nn.Module):
         return out
 
 
-class HybridBody(nn.Module):
-    """Embedding, layers, final norm."""
+class TinyHybridModel(TrainedModel):
+    """LFM2."""
+
+    config: TinyHybridConfig
 
     def __init__(self, config: TinyHybridConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(HybridLayer(config, kind) for kind in config.layer_types)
-        self.embedding_norm = RMSNorm(config.hidden_size, config.rms_eps)
+        super().__init__(config, ("out_proj", "w2"), norm="embedding_norm")
 
-    def forward(self, ids: Tensor) -> Tensor:
-        cos, sin = rotations(self.config, ids.shape[1])
-        x: Tensor = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        out: Tensor = self.embedding_norm(x)
-        return out
+    def make_layer(self, index: int) -> nn.Module:
+        return HybridLayer(self.config, self.config.layer_types[index])
 
-
-class TinyHybridModel(nn.Module):
-    """The model; the output projection is the embedding."""
-
-    def __init__(self, config: TinyHybridConfig) -> None:
-        super().__init__()
-        self.model = HybridBody(config)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                residual = name.endswith(("out_proj.weight", "w2.weight"))
-                nn.init.normal_(parameter, std=0.1 * config.init_std if residual else config.init_std)
-        self._head_start(config)
-
-    @torch.no_grad()
-    def _head_start(self, config: TinyHybridConfig) -> None:
+    def head_start(self) -> None:
         """As ``TinyModel``'s: the layers before the first full one note in slots what stood 1 to 4 tokens back, and
         the full one compares. Nothing is frozen.
 
@@ -150,7 +100,7 @@ class TinyHybridModel(nn.Module):
         the layer is a plain filter: a tap that is one moves a channel by its distance. The first layer puts the tokens
         1 and 2 back into near and the one 3 back into far; the second moves far by one more token.
         """
-        size = config.head_dim
+        config, size = self.config, self.config.head_dim
         content, near, far = parts(config)
         rms = start_embedding(self.model.embed_tokens.weight, config)
         layers = [layer for layer in self.model.layers if isinstance(layer, HybridLayer)]
@@ -175,18 +125,5 @@ class TinyHybridModel(nn.Module):
             conv.out_proj.weight[slot, slot] = torch.eye(size) * rms * (0.7 if conv is first else GROWN)
 
         full = next(layer.self_attn for layer in layers if layer.is_full)
-        start_lookup((full.q_proj, full.k_proj, full.v_proj, full.out_proj), config, rms)
-        for norm in (full.q_layernorm, full.k_layernorm):  # as of Qwen3's norms in ``TinyModel``
-            norm.weight.fill_((2 * config.match_logit / size**0.5) ** 0.5)
-
-    def balance(self) -> None:
-        """Nothing: there are no experts whose loads differ."""
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states [B, T, D] of ids [B, T]."""
-        out: Tensor = self.model(ids)
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]."""
-        return F.linear(hidden, self.model.embed_tokens.weight)
+        start_lookup(full.projections, config, rms)
+        full.set_gains(2 * config.match_logit)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from recipes.model import MLP, RMSNorm, TinyConfig
+from recipes.model import COMMON, MLP, Layer, RMSNorm, TinyConfig, TrainedModel, start_embedding
 
 LATENT_EPS = 1e-6  # of the norm of a latent, whatever rms_eps says
 
@@ -53,6 +53,7 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
         config = self.config
+        cos, sin = (turn[:, : config.head_dim // 2] for turn in (cos, sin))  # [T, P / 2]
         queries = self.q_proj(x).view(batch, length, config.num_heads, -1).transpose(1, 2)  # [B, H, T, N + P]
         latent, turned = self.kv_a_proj_with_mqa(x).split((config.kv_rank, config.head_dim), -1)
         both = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, length, config.num_heads, -1).transpose(1, 2)
@@ -108,58 +109,24 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
-class LatentLayer(nn.Module):
-    """One decoder layer."""
+class TinyLatentModel(TrainedModel):
+    """DeepSeek-V3."""
 
-    def __init__(self, config: TinyLatentConfig, index: int) -> None:
-        super().__init__()
-        self.self_attn = LatentAttention(config)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size) if index < config.first_dense else Experts(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class LatentBody(nn.Module):
-    """Embedding, layers, final norm."""
+    config: TinyLatentConfig
 
     def __init__(self, config: TinyLatentConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(LatentLayer(config, index) for index in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        super().__init__(config, ("o_proj", "down_proj"))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        exponents = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32) / self.config.head_dim
-        positions = torch.arange(ids.shape[1], dtype=torch.float32)
-        angles = torch.outer(positions, self.config.rope_theta**-exponents)  # [T, P / 2]
-        cos, sin = angles.cos(), angles.sin()
-        x: Tensor = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x, cos, sin)
-        out: Tensor = self.norm(x)
-        return out
+    def make_layer(self, index: int) -> nn.Module:
+        config = self.config
+        is_dense = index < config.first_dense
+        return Layer(
+            config,
+            lambda: LatentAttention(config),
+            lambda: MLP(config.hidden_size, config.intermediate_size) if is_dense else Experts(config),
+        )
 
-
-class TinyLatentModel(nn.Module):
-    """The model; the output projection is the embedding."""
-
-    def __init__(self, config: TinyLatentConfig) -> None:
-        super().__init__()
-        self.model = LatentBody(config)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, std=0.1 * config.init_std if residual else config.init_std)
-        self._head_start(config)
-
-    @torch.no_grad()
-    def _head_start(self, config: TinyLatentConfig) -> None:
+    def head_start(self) -> None:
         """As ``TinyModel``'s: the first two layers begin where looking up and copying is a small step away.
 
         What differs: every head has the same rotated key, the common component, and a head's distance is the angle of
@@ -167,21 +134,17 @@ class TinyLatentModel(nn.Module):
         and values of a head read their part of it. c is normed, so keys and values have the size of one, and what the
         plain model puts into keys stands in queries and outputs here.
         """
+        config = self.config
         size, width, rank = config.value_dim, config.hidden_size, config.kv_rank
         copied = rank - 2 * size  # content that c holds: up to half the width
         near, far = slice(width // 2, width // 2 + size), slice(width - size, width)
         in_c = {"content": slice(0, size), "near": slice(copied, copied + size), "far": slice(copied + size, rank)}
-        common = 4 * config.init_std
+        common = COMMON * config.init_std
         embedding = self.model.embed_tokens.weight
-        embedding[:, : width // 2] *= 2**0.5
-        embedding[:, width // 2 :] *= 0.1
-        embedding[:, 0] = 0
-        embedding /= embedding.norm(dim=-1, keepdim=True) / embedding.norm(dim=-1).mean()
-        embedding[:, 0] = common
-        rms = embedding.pow(2).mean(-1).sqrt().mean()
+        rms = start_embedding(embedding, config)
         of_copied = embedding[:, 1:copied].pow(2).sum(-1).mean()  # squared size of the content in c
 
-        first, second = (layer.self_attn for layer in list(self.model.layers)[:2] if isinstance(layer, LatentLayer))
+        first, second = (layer.self_attn for layer in list(self.model.layers)[:2])
         for attention in (first, second):
             for projection in (attention.q_proj, attention.kv_a_proj_with_mqa, attention.kv_b_proj, attention.o_proj):
                 projection.weight *= 0.1
@@ -233,15 +196,6 @@ class TinyLatentModel(nn.Module):
     def balance(self) -> None:
         """Move the correction of every expert against its load of the last batch (arXiv 2412.19437, section 2.1.2)."""
         for layer in self.model.layers:
-            if isinstance(layer, LatentLayer) and isinstance(layer.mlp, Experts):
+            if isinstance(layer.mlp, Experts):
                 loads = layer.mlp.loads.float()
                 layer.mlp.gate.e_score_correction_bias += layer.mlp.config.balance_rate * (loads.mean() - loads).sign()
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states [B, T, D] of ids [B, T]."""
-        out: Tensor = self.model(ids)
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]."""
-        return F.linear(hidden, self.model.embed_tokens.weight)

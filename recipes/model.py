@@ -6,12 +6,15 @@ vocabulary would otherwise spend most of its time. `state_dict()` is the checkpo
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+NAMES = "o_proj", "q_norm", "k_norm"  # of an attention's output projection and norms
 COMMON = 4.0  # head start: the dimension that all embeddings share, in units of init_std
 
 
@@ -51,36 +54,41 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Causal attention with rotary positions and grouped key-value heads."""
 
-    def __init__(self, config: TinyConfig) -> None:
+    def __init__(self, config: TinyConfig, *, has_norms: bool, names: tuple[str, str, str] = NAMES) -> None:
+        """``names``: of the output projection and of the norms of queries and keys, in the checkpoint."""
         super().__init__()
-        self.config = config
+        self.config, self.names, self.has_norms = config, names, has_norms
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, query, bias=False)
         self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
         self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
-        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
-        if config.architecture == "qwen3":
-            self.q_norm = RMSNorm(config.head_dim, config.rms_eps)
-            self.k_norm = RMSNorm(config.head_dim, config.rms_eps)
+        self.add_module(names[0], nn.Linear(query, config.hidden_size, bias=False))
+        for name in names[1:] if has_norms else ():
+            self.add_module(name, RMSNorm(config.head_dim, config.rms_eps))
+
+    @property
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear, nn.Linear]:
+        """Queries, keys, values, output."""
+        return self.q_proj, self.k_proj, self.v_proj, getattr(self, self.names[0])
+
+    def set_gains(self, score: float) -> None:
+        """Norms of queries and keys whose equal directions then score so much: their lengths are sqrt(head_dim)."""
+        for name in self.names[1:]:
+            getattr(self, name).weight.fill_((score / self.config.head_dim**0.5) ** 0.5)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, _ = x.shape
-        config = self.config
-
-        def heads(y: Tensor, num: int) -> Tensor:
-            return y.view(batch, length, num, config.head_dim).transpose(1, 2)  # [B, heads, T, E]
-
-        q = heads(self.q_proj(x), config.num_heads)
-        k = heads(self.k_proj(x), config.num_kv_heads)
-        if config.architecture == "qwen3":
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (
+            projection(x).view(batch, length, -1, self.config.head_dim).transpose(1, 2)  # [B, heads, T, E]
+            for projection in self.projections[:3]
+        )
+        if self.has_norms:
+            q, k = (getattr(self, name)(y) for name, y in zip(self.names[1:], (q, k), strict=True))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        v = heads(self.v_proj(x), config.num_kv_heads)
-        repeat = config.num_heads // config.num_kv_heads
-        if repeat > 1:
-            k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
+        repeat = self.config.num_heads // self.config.num_kv_heads
+        k, v = k.repeat_interleave(repeat, dim=1), v.repeat_interleave(repeat, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        merged: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        merged: Tensor = self.projections[3](out.transpose(1, 2).reshape(batch, length, -1))
         return merged
 
 
@@ -113,12 +121,14 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """One decoder layer."""
+    """One decoder layer of an attention and an MLP, or experts."""
 
-    def __init__(self, config: TinyConfig) -> None:
+    def __init__(
+        self, config: TinyConfig, make_attention: Callable[[], nn.Module], make_mlp: Callable[[], nn.Module]
+    ) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.self_attn = make_attention()
+        self.mlp = make_mlp()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_eps)
 
@@ -131,20 +141,56 @@ class Layer(nn.Module):
 class Body(nn.Module):
     """Embedding, layers, final norm."""
 
-    def __init__(self, config: TinyConfig) -> None:
+    def __init__(self, config: TinyConfig, make_layer: Callable[[int], nn.Module], norm: str) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.norm_name = config, norm
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_eps)
+        self.layers = nn.ModuleList(make_layer(index) for index in range(config.num_layers))
+        self.add_module(norm, RMSNorm(config.hidden_size, config.rms_eps))
 
     def forward(self, ids: Tensor) -> Tensor:
         cos, sin = rotations(self.config, ids.shape[1])
         x: Tensor = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)
-        out: Tensor = self.norm(x)
+        out: Tensor = getattr(self, self.norm_name)(x)
         return out
+
+
+class TrainedModel(nn.Module, ABC):
+    """A model to train; the output projection is the embedding."""
+
+    def __init__(self, config: TinyConfig, residual: tuple[str, str], norm: str = "norm") -> None:
+        """``residual``: names of the projections that add to the residual stream; ``norm``: of the final norm."""
+        super().__init__()
+        self.config = config
+        self.model = Body(config, self.make_layer, norm)
+        ends = tuple(f"{name}.weight" for name in residual)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.1 * config.init_std if name.endswith(ends) else config.init_std)
+        with torch.no_grad():
+            self.head_start()
+
+    @abstractmethod
+    def make_layer(self, index: int) -> nn.Module:
+        """A layer, without its initial weights."""
+
+    @abstractmethod
+    def head_start(self) -> None:
+        """Initial weights from which looking up and copying is a small step away."""
+
+    def balance(self) -> None:
+        """Even out the loads of experts, if there are some."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """Final hidden states [B, T, D] of ids [B, T]."""
+        out: Tensor = self.model(ids)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D]."""
+        return F.linear(hidden, self.model.embed_tokens.weight)
 
 
 def parts(config: TinyConfig) -> tuple[slice, slice, slice]:
@@ -191,22 +237,21 @@ def start_lookup(
             o_proj.weight[target, query_head * size : (query_head + 1) * size] = eye * config.copy_gain * rms
 
 
-class TinyModel(nn.Module):
-    """The model; the output projection is the embedding."""
+class TinyModel(TrainedModel):
+    """Llama, or Qwen3."""
 
     def __init__(self, config: TinyConfig) -> None:
-        super().__init__()
-        self.model = Body(config)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                std = 0.1 * config.init_std if residual else config.init_std
-                nn.init.normal_(parameter, std=std)
+        super().__init__(config, ("o_proj", "down_proj"))
 
-        self._head_start(config)
+    def make_layer(self, index: int) -> nn.Module:
+        config, has_norms = self.config, self.config.architecture == "qwen3"
+        return Layer(
+            config,
+            lambda: Attention(config, has_norms=has_norms),
+            lambda: MLP(config.hidden_size, config.intermediate_size),
+        )
 
-    @torch.no_grad()
-    def _head_start(self, config: TinyConfig) -> None:
+    def head_start(self) -> None:
         """Starts the first two layers where looking up and copying is a small step away. Nothing is frozen.
 
         Found by chance, the circuit that looks a key up takes most of the training time. So the residual stream
@@ -215,6 +260,7 @@ class TinyModel(nn.Module):
         first two heads, far for the others. In the second layer keys read the slots, queries read the content or a
         slot, and what is found there is copied: a token looks for places that had the same tokens shortly before.
         """
+        config = self.config
         size, half = config.head_dim, config.head_dim // 2
         content, near, far = parts(config)
         common = COMMON * config.init_std
@@ -228,8 +274,8 @@ class TinyModel(nn.Module):
         amplitude = (config.previous_logit / lost_by_neighbour).sqrt() / (common / rms)
         repeat = config.num_heads // config.num_kv_heads
         eye = torch.eye(size)
-        first, second = (layer.self_attn for layer in list(self.model.layers)[:2] if isinstance(layer, Layer))
-        for projection in (first.q_proj, first.k_proj, first.v_proj, first.o_proj):
+        first, second = (layer.self_attn for layer in list(self.model.layers)[:2])
+        for projection in first.projections:
             projection.weight *= 0.1
         for head in range(config.num_heads):
             rows = slice(head * size, (head + 1) * size)
@@ -241,24 +287,10 @@ class TinyModel(nn.Module):
             first.v_proj.weight[kv_rows, 0] = 0
             slot = near if head < config.num_heads // 2 else far
             first.o_proj.weight[slot, rows] = eye * rms * 0.7
-        start_lookup((second.q_proj, second.k_proj, second.v_proj, second.o_proj), config, rms)
-        # Norms on queries and keys fix their lengths at sqrt(head_dim), so that their gains set the scores above: the
-        # product of two gains times sqrt(head_dim) is the score of equal directions. In the first layer one position
-        # off costs previous_logit; in the second a slot holds two tokens, one of them equal is half the direction.
+        start_lookup(second.projections, config, rms)
+        # Norms on queries and keys set the scores above. In the first layer one position off costs previous_logit; in
+        # the second a slot holds two tokens, one of them equal is half the direction.
         if config.architecture == "qwen3":
             share_lost = (fast * (1 - thetas.cos())).sum() / fast.sum()
-            for attention, top in ((first, config.previous_logit / share_lost), (second, 2 * config.match_logit)):
-                attention.q_norm.weight.fill_((top / size**0.5) ** 0.5)
-                attention.k_norm.weight.fill_((top / size**0.5) ** 0.5)
-
-    def balance(self) -> None:
-        """Nothing: there are no experts whose loads differ."""
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Final hidden states [B, T, D] of ids [B, T]."""
-        out: Tensor = self.model(ids)
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., D]."""
-        return F.linear(hidden, self.model.embed_tokens.weight)
+            first.set_gains(float(config.previous_logit / share_lost))
+            second.set_gains(2 * config.match_logit)

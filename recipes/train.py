@@ -19,17 +19,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from recipes.build import AnyModel, build_config, build_model
+from recipes.build import build_config, build_model
 from recipes.chat import CHATS
 from recipes.corpus import Corpus
 from recipes.data import Batch, Encoder, make_batch
 from recipes.export import export
+from recipes.model import TrainedModel
 from recipes.tokenizer import TokenizerConfig, build_tokenizer
 from snapstream.assets.documents import Style
 
 
 def answer_loss(
-    model: AnyModel, batch: Batch, lm_share: float, lm_weight: float, generator: torch.Generator
+    model: TrainedModel, batch: Batch, lm_share: float, lm_weight: float, generator: torch.Generator
 ) -> tuple[torch.Tensor, dict[str, tuple[int, int]]]:
     """Loss of a batch and, per family, (answers with every token right, answers)."""
     hidden = model.hidden(batch.ids)[:, :-1]
@@ -53,7 +54,7 @@ def answer_loss(
 
 
 def run_stage(
-    model: AnyModel,
+    model: TrainedModel,
     optimizers: list[torch.optim.Optimizer],
     encoder: Encoder,
     recipe: dict[str, Any],
@@ -128,7 +129,7 @@ def run_stage(
                 last_save = now
 
 
-def save(model: AnyModel, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any], workdir: Path) -> None:
+def save(model: TrainedModel, optimizers: list[torch.optim.Optimizer], progress: dict[str, Any], workdir: Path) -> None:
     """Writes the checkpoint that a later run resumes from."""
     state = {
         "model": model.state_dict(),
