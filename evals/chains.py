@@ -21,7 +21,7 @@ from evals import store
 from evals.arms import NUM_HOPS
 from evals.cells import RESULTS, weights_of
 from evals.chat import Chat
-from evals.tasks.item import TEMPLATE_TOKENS, document_of
+from evals.tasks import TEMPLATE_TOKENS, document_of
 from figures.machine import describe
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Question

@@ -21,7 +21,7 @@ from torch import Tensor
 from evals import store
 from evals.prompt_compression import FAMILIES
 from evals.score import mean_and_error
-from evals.tasks.item import TEMPLATE_TOKENS
+from evals.tasks import TEMPLATE_TOKENS
 from figures.machine import describe
 from recipes.documents import make_document
 from snapstream.assets import TINY_MODEL

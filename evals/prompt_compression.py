@@ -25,7 +25,7 @@ from rich.table import Table
 from evals import store
 from evals.cuts import ARMS, PROTECTION, Cutters
 from evals.score import mean_and_error
-from evals.tasks.item import TEMPLATE_TOKENS
+from evals.tasks import TEMPLATE_TOKENS
 from figures.machine import describe
 from recipes.documents import make_document
 from snapstream import assets

@@ -26,7 +26,7 @@ from evals import store
 from evals.arms import make_arm
 from evals.cells import CHUNK_LEN, RESULTS, judge, weights_of
 from evals.chat import Chat
-from evals.tasks.item import TEMPLATE_TOKENS, Item
+from evals.tasks import TEMPLATE_TOKENS, Item
 from evals.uneven import HeadRows, HeadRule, answers
 from figures.machine import describe
 from figures.markdown import table

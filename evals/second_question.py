@@ -20,8 +20,7 @@ from evals import store
 from evals.cells import RESULTS, weights_of
 from evals.chat import Chat
 from evals.score import found, mean_and_error
-from evals.tasks.item import DENSE_FACTS
-from evals.tasks.turns import conversation
+from evals.tasks import DENSE_FACTS, conversation
 from figures.machine import describe
 from figures.markdown import table
 from snapstream.assets import TINY_MODEL
