@@ -23,6 +23,7 @@ from evals.cells import RESULTS, weights_of
 from evals.chat import Chat
 from evals.tasks import TEMPLATE_TOKENS, document_of
 from figures.machine import describe
+from figures.markdown import table
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Question
 from snapstream.config import KVBudget
@@ -78,6 +79,29 @@ def _mean(values: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
         [round(100 * sum(v[layer][head] for v in values) / count, 1) for head in range(len(values[0][layer]))]
         for layer in range(len(values[0]))
     ]
+
+
+def chains_table() -> str:
+    """docs: what is kept of each link of a chain, without hops and with them."""
+    stored = list(store.read(RESULTS / "chains.jsonl").values())
+    if not stored:
+        raise ValueError("not measured; run python -m evals.chains")
+    record = stored[-1]
+    settings, by_hops = record["settings"], record["result"]["hops"]
+    rows, kept = [], []
+    for hops, found in by_hops.items():
+        rows.append([hops, *(f"{value:.1f}" for value in found["accuracy_by_links"].values())])
+        for link, layers in found["kept_by_link"].items():
+            kept.append([hops, str(int(link) + 1), *(" / ".join(f"{v:.0f}" for v in heads) for heads in layers)])
+    counts = by_hops["0"]["prompts_by_links"]
+    heads = ["hops", *(f"{n} link{'s' if n != '1' else ''} ({count} prompts)" for n, count in counts.items())]
+    layers = [f"layer {i}" for i in range(len(kept[0]) - 2)]
+    return (
+        f"Accuracy in points by the length of the chain, {settings['slots']} of {settings['prompt_len']:,} slots:\n\n"
+        f"{table(heads, rows)}\n\nTokens of each link that the row kept, in percent, by layer and kv head:\n\n"
+        f"{table(['hops', 'link', *layers], kept)}\n\n"
+        f"<sub>{record['device']}; torch {record['torch']}; commit {record['commit']}; `{record['command']}`</sub>"
+    )
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from evals import store
 from evals.arms import make_arm
 from evals.cells import CHUNK_LEN, RESULTS, judge, weights_of
 from evals.chat import Chat
+from evals.store import Record
 from evals.tasks import TEMPLATE_TOKENS, Item
 from evals.uneven import HeadRows, HeadRule, answers
 from figures.machine import describe
@@ -156,6 +157,75 @@ def as_table(result: dict[str, dict[str, float]]) -> str:
         for name in names
     ]  # fmt: skip
     return table(["arm", "slots", *result], rows)
+
+
+# Tables for docs. A stored run has retrieval, perplexity or both; runs that differ in the number of tokens that follow
+# a window stand side by side.
+
+ARM_NAMES = {
+    "full": "full attention", "hops": "SnapStream, 4 hops", "diverse": "SnapStream, half for unlike keys",
+    "snapstream": "SnapStream", "snapkv": "SnapKV as published", "streaming": "StreamingLLM",
+    "truncation": "both ends of the prompt", "random": "random tokens",
+}  # fmt: skip
+PERPLEXITY = "perplexity, "
+Column = tuple[str, dict[str, float]]
+
+
+def retrieval_table() -> str:
+    """Accuracy in points, a column per family of planted facts, and their mean."""
+    record = max(_records(), key=lambda one: len(_families(one)))
+    families = _families(record)
+    if not families:
+        raise ValueError("no retrieval was measured; run python -m evals.prose")
+    columns: list[Column] = [(name, record["result"][name]) for name in families]
+    common = set.intersection(*(set(cells) for _, cells in columns))
+    mean = {name: sum(cells[name] for _, cells in columns) / len(columns) for name in common}
+    settings = record["settings"]
+    text = f"Points, {settings['num_prompts']} prompts of {settings['prompt_len']:,} tokens per cell, greedy:"
+    return f"{text}\n\n{_lines([*columns, ('mean', mean)], '.1f')}\n\n{_source([record])}"
+
+
+def perplexity_table() -> str:
+    """Of what follows a window of held-out text, a column per kind of text and number of tokens."""
+    columns: list[Column] = []
+    records = sorted(_records(), key=lambda one: int(one["settings"]["continuation"]))
+    for record in records:
+        for name, cells in record["result"].items():
+            if name.startswith(PERPLEXITY):
+                tokens = record["settings"]["continuation"] - 1
+                columns.append((f"{name.removeprefix(PERPLEXITY)}, {tokens:,} tokens", cells))
+    windows = " or ".join(map(str, sorted({record["settings"]["num_prompts"] for record in records})))
+    text = f"Perplexity per token of what follows {windows} windows of {records[0]['settings']['prompt_len']:,} tokens:"
+    return f"{text}\n\n{_lines(columns, '.2f')}\n\n{_source(records)}"
+
+
+def _records() -> list[Record]:
+    found = list(store.read(FILE).values())
+    if not found:
+        raise ValueError("not measured; run python -m evals.prose")
+    return found
+
+
+def _families(record: Record) -> list[str]:
+    return [name for name in record["result"] if not name.startswith(PERPLEXITY)]
+
+
+def _lines(columns: list[Column], form: str) -> str:
+    """A line for full attention, then one per part of the slots and arm; empty where an arm does not fit."""
+    lines = ["full/1", *(f"{arm}/{part}" for part in PARTS for arm in ARM_NAMES if arm != "full")]
+    rows = []
+    for line in lines:
+        cells = [format(own[line], form) if line in own else "" for _, own in columns]
+        if any(cells):
+            arm, _, part = line.partition("/")
+            rows.append(["all" if arm == "full" else f"1/{part}", ARM_NAMES[arm], *cells])
+    return table(["slots", "cache", *(name for name, _ in columns)], rows)
+
+
+def _source(records: list[Record]) -> str:
+    last = records[-1]
+    commits = ", ".join(sorted({record["commit"] for record in records}))
+    return f"<sub>{last['device']}; torch {last['torch']}; commit {commits}; `python -m evals.prose`</sub>"
 
 
 def main() -> None:

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from evals import plots, sweep, sweep_tables, tables
-from evals.compression_table import compression_table, settings_table
+from evals import comparisons, plots, sweep, tables
+from evals.chains import chains_table
+from evals.comparisons import HYBRID_MODEL
 from evals.divergence import divergence_table
-from evals.hybrid_table import MODEL as HYBRID_MODEL
-from evals.hybrid_table import hybrid_table
-from evals.latent_table import cells as latent_cells
-from evals.latent_table import rules_table
-from evals.long_answers import rescoring_table
-from evals.peer_table import peer_cells, peer_table
-from evals.prose_table import perplexity_table, retrieval_table
+from evals.prompt_compression import compression_table, settings_table
+from evals.prose import perplexity_table, retrieval_table
 from evals.reconstruction import reconstruction_table
 from evals.second_question import second_question_table
 from evals.uneven import uneven_table
-from evals.widths import cells as width_cells
-from evals.widths import widths_table
 from figures.markdown import link
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 
@@ -33,27 +27,27 @@ TABLES: dict[str, Callable[[], str]] = {
     "accuracy_short": tables.headline,
     "accuracy_tasks": tables.tasks_table,
     "accuracy_by_position": lambda: tables.by_position(TINY_DRAFT_MODEL),  # the first model cannot recite
-    "accuracy_peers": peer_table,
+    "accuracy_peers": comparisons.peer_table,
     "accuracy_fp8": lambda: tables.rows_table({"fp8": "FP8"}),
     "accuracy_rows": lambda: tables.rows_table(NARROW_ROWS),
     f"{DRAFT}accuracy_rows": lambda: tables.rows_table(NARROW_ROWS, TINY_DRAFT_MODEL),
-    "accuracy_goals": sweep_tables.goals,
-    "accuracy_widths": lambda: widths_table(TINY_MODEL),
-    f"{DRAFT}accuracy_widths": lambda: widths_table(TINY_DRAFT_MODEL),
+    "accuracy_goals": tables.goals,
+    "accuracy_widths": lambda: comparisons.widths_table(TINY_MODEL),
+    f"{DRAFT}accuracy_widths": lambda: comparisons.widths_table(TINY_DRAFT_MODEL),
     f"{DRAFT}accuracy_tasks": lambda: tables.tasks_table(TINY_DRAFT_MODEL),
     f"{LATENT}accuracy": lambda: tables.accuracy(model=TINY_LATENT_MODEL),
     f"{LATENT}accuracy_fp8": lambda: tables.rows_table({"fp8": "FP8"}, TINY_LATENT_MODEL),
-    f"{LATENT}rules": lambda: rules_table(TINY_LATENT_MODEL),
-    HYBRID: hybrid_table,
-    **{f"sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name)) for name in sweep.SWEEPS},
-    **{f"{DRAFT}sweep_{name}": (lambda name=name: sweep_tables.sweep_table(name, TINY_DRAFT_MODEL))
+    f"{LATENT}rules": lambda: comparisons.rules_table(TINY_LATENT_MODEL),
+    HYBRID: comparisons.hybrid_table,
+    **{f"sweep_{name}": (lambda name=name: sweep.sweep_table(name)) for name in sweep.SWEEPS},
+    **{f"{DRAFT}sweep_{name}": (lambda name=name: sweep.sweep_table(name, TINY_DRAFT_MODEL))
        for name in sweep.SWEEPS},
 }  # fmt: skip
 
 # Tables that name their sources themselves.
 WITH_SOURCE: dict[str, Callable[[], str]] = {
     "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
-    "rescoring": rescoring_table, "chains": sweep_tables.chains, "second_question": second_question_table,
+    "rescoring": comparisons.rescoring_table, "chains": chains_table, "second_question": second_question_table,
     "uneven": lambda: uneven_table(TINY_MODEL), f"{DRAFT}uneven": lambda: uneven_table(TINY_DRAFT_MODEL),
     "reconstruction": lambda: reconstruction_table(TINY_MODEL),
     f"{DRAFT}reconstruction": lambda: reconstruction_table(TINY_DRAFT_MODEL),
@@ -79,13 +73,13 @@ def cells_of(section: str) -> list[tables.Result]:
     if "sweep_" in section:
         return [cell for cell in tables.cells(model) if cell["settings"]["arm"] == sweep.ARM]
     if section.endswith("accuracy_widths"):
-        return width_cells(model)
+        return comparisons.width_cells(model)
     if section == f"{LATENT}rules":
-        return latent_cells(model)
+        return comparisons.latent_cells(model)
     if section == "accuracy_short":
         return [cell for line in tables.headline_cells() for cell in line]
     if section == "accuracy_peers":
-        return [*tables.arm_cells(), *peer_cells()]
+        return [*tables.arm_cells(), *comparisons.peer_cells()]
     if section.endswith("accuracy_rows"):
         return [cell for kind in ("auto", *NARROW_ROWS) for cell in tables.arm_cells(kind, model)]
     return tables.arm_cells("fp8" if section.endswith("accuracy_fp8") else "auto", model)

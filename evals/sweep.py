@@ -9,8 +9,9 @@ Cells are stored and resumed as those of ``evals.run``. ``python -m figures`` pu
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -20,7 +21,10 @@ from rich.table import Table
 from evals.arms import Arm
 from evals.cells import Cell, run_cells
 from evals.selectors import Pooling, Variant
+from evals.tables import Result, with_error
+from evals.tables import cells as stored_cells
 from evals.tasks import TASKS
+from figures.markdown import table
 from snapstream.assets import TINY_MODEL
 from snapstream.config import DEFAULT_SINK, KVBudget
 
@@ -206,6 +210,41 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="per cell")
     parser.add_argument("--jobs", type=int, default=1)
     return parser.parse_args(argv)
+
+
+def sweep_table(name: str, model: Path = TINY_MODEL) -> str:
+    """docs: one sweep, at every budget that was measured."""
+    found = [cell for cell in stored_cells(model) if cell["settings"]["arm"] == ARM]
+    parts = []
+    for slots in sorted({cell["settings"]["slots"] for cell in found}, reverse=True):
+        own = {_point(cell["settings"]): cell for cell in found if cell["settings"]["slots"] == slots}
+        lines = []
+        for point in points_of(name, slots):
+            arm = Arm(name=ARM, slots=slots, budget=point.budget, selector=point.selector)
+            settings = {"budget": asdict(arm.budget), "snapkv": arm.selection}
+            line = {task: own.get(_point(settings | {"task": task})) for task in tasks_of(model)}
+            lines.append((point, line))
+        measured = [line for point, line in lines if not point.is_default and any(line.values())]
+        names = [task for task in tasks_of(model) if sum(line[task] is not None for line in measured) > 1]
+        rows = []
+        for point, line in lines:
+            values = [with_error(cell).split(" (")[0] if (cell := line[task]) else "" for task in names]
+            if any(values):
+                mark = f"**{point.label}**" + (" (default)" if point.label != "default" else "")
+                rows.append([mark if point.is_default else point.label, *values])
+        if len(rows) > 2:
+            shown = [cell for _, line in lines for task in names if (cell := line[task]) is not None]
+            counts = sorted({cell["settings"]["num_prompts"] for cell in shown})
+            count = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
+            head = f"{slots} slots, {count} prompts of {PROMPT_LEN:,} tokens per cell:"
+            parts.append(f"{head}\n\n{table(['setting', *names], rows)}")
+    if not parts:
+        raise ValueError(f"not measured; run python -m evals.sweep --sweeps {name}")
+    return "\n\n".join(parts)
+
+
+def _point(settings: Result) -> str:
+    return json.dumps([settings[key] for key in ("task", "budget", "snapkv")], sort_keys=True)
 
 
 def main() -> None:

@@ -53,14 +53,14 @@ def records(model: Path = TINY_MODEL) -> list[Result]:
 
 
 def narrow_records(model: Path = TINY_MODEL) -> list[Result]:
-    """Every stored cell of a model over weights narrower than its own (``widths.py``)."""
+    """Every stored cell of a model over weights narrower than its own (``rounded.py``)."""
     return [record for record in in_folder(folder(model)) if "weight_width" in record["settings"]]
 
 
 def cells(model: Path = TINY_MODEL) -> list[Result]:
     """Stored cells of a model; of the same measurement with different numbers of prompts, the one with the most.
 
-    Tasks and arms for long answers are left out: they have a table of their own (``long_answers.py``).
+    Tasks and arms for long answers are left out: they have a table of their own (``comparisons.py``).
     """
     best: dict[str, Result] = {}
     for cell in records(model):
@@ -312,3 +312,46 @@ def source(found: Sequence[Result]) -> str:
     versions = ", ".join(sorted({cell["torch"] for cell in found}))
     modules = ", ".join(f"`{module}`" for module in sorted({" ".join(cell["command"].split()[:3]) for cell in found}))
     return f"{devices(found)}; torch {versions}; {modules}; every record names its device, commit and whole command"
+
+
+WANTED = (("1/4", 4, 1.0), ("1/8", 8, 3.0))  # SnapStream within so many points of full attention
+WANTED_EXACT = (16, 0.9)  # exact retrieval: share of full attention
+WANTED_GROUPS = ("retrieval", "exact retrieval", "multi-hop", "question answering")
+
+
+def goals() -> str:
+    """docs: the goals for the default on the shipped model and what it reached, by group of tasks."""
+    found = compared()
+    prompt_len = found[0]["settings"]["prompt_len"]
+    lines = by_group(found)
+    heads = ["tasks", "full", *(f"{part} (wanted: full - {gap:.0f})" for part, _, gap in WANTED),
+             f"1/{WANTED_EXACT[0]} (wanted: {WANTED_EXACT[1]} of full)", "above every other arm"]  # fmt: skip
+    rows = []
+    for group in WANTED_GROUPS:
+        if not all(group in lines.get(row, {}) for row in [("full", 0), ("snapstream", prompt_len // 4)]):
+            continue
+        full = mean(lines["full", 0][group])[0]
+
+        def reached(divisor: int, least: float, group: str = group) -> str:
+            cells_of_row = lines.get(("snapstream", prompt_len // divisor), {}).get(group)
+            if cells_of_row is None:
+                return ""
+            value = mean(cells_of_row)[0]
+            return f"{value:.1f}, {'reached' if value >= least - 1e-9 else 'missed'}"
+
+        exact = reached(WANTED_EXACT[0], WANTED_EXACT[1] * full) if group == "exact retrieval" else ""
+        rows.append([group, f"{full:.1f}", *(reached(n, full - gap) for _, n, gap in WANTED), exact,
+                     _above(lines, group, prompt_len)])  # fmt: skip
+    return table(heads, rows)
+
+
+def _above(lines: dict[tuple[str, int], dict[str, list[Result]]], group: str, prompt_len: int) -> str:
+    """Does an arm within the papers do better at equal slots? Hops and per-head budgets are ours and not compared."""
+    better = []
+    for (arm, slots), line in lines.items():
+        own = lines.get(("snapstream", slots), {}).get(group)
+        if arm in ("full", "snapstream", "hops", "heads") or group not in line or own is None:
+            continue
+        if (gap := mean(line[group])[0] - mean(own)[0]) > 1e-9:
+            better.append(f"{ARM_NAMES[arm]} +{gap:.1f} at 1/{prompt_len // slots}")
+    return "no: " + ", ".join(better) if better else "yes, or equal"

@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from evals import cells, long_answers, plots, sections, store, sweep, sweep_tables, tables
+from evals import cells, comparisons, plots, sections, store, sweep, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
-from evals.hybrid_table import MODEL as HYBRID_MODEL
-from evals.hybrid_table import hybrid_table
-from evals.peer_table import peer_table
+from evals.comparisons import HYBRID_MODEL, hybrid_table, peer_table, widths_table
 from evals.selectors import Variant
 from evals.sweep import ARM, points_of
-from evals.widths import widths_table
 from figures import documents
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
@@ -90,12 +87,12 @@ def test_tables_show_the_stored_cells(stored: Path) -> None:
     detail = tables.tasks_table()
     assert "| SnapStream | 1/8 | 82.0 ± 3.0 (81.0) | 72.0 ± 3.0 (71.0) |" in detail
     assert "| SnapStream | 1/8 | 64 | 90.0 | 80.0 | 70.0 | 60.0 |" in tables.by_position()
-    sinks = sweep_tables.sweep_table("sinks")
+    sinks = sweep.sweep_table("sinks")
     assert (
         "| setting | kv |\n" in sinks and "| **default** | 60.0 ± 3.0 |" in sinks and "| S = 4 | 63.0 ± 3.0 |" in sinks
     )
     with pytest.raises(ValueError, match="not measured; run python -m evals.sweep --sweeps pooling"):
-        sweep_tables.sweep_table("pooling")
+        sweep.sweep_table("pooling")
 
 
 def test_what_was_wanted_stands_beside_what_came_of_it(stored: Path) -> None:
@@ -103,7 +100,7 @@ def test_what_was_wanted_stands_beside_what_came_of_it(stored: Path) -> None:
         model=TINY_MODEL, task="variable", arm=make_arm("streaming", 256, 2080, 32), prompt_len=2048, num_prompts=200
     )
     streaming.write(json.loads(streaming_like(stored)) | {"accuracy": 43.0}, 1.0)
-    text = sweep_tables.goals()
+    text = tables.goals()
     assert "| exact retrieval | 94.0 | 81.0, missed | 77.0, missed |  | yes, or equal |" in text
     assert "| multi-hop | 59.0 | 46.0, missed | 42.0, missed |  | no: StreamingLLM +1.0 at 1/8 |" in text
     near = Cell(
@@ -114,7 +111,7 @@ def test_what_was_wanted_stands_beside_what_came_of_it(stored: Path) -> None:
     for part, accuracy in ((4, 89.0), (8, 86.9)):
         arm = make_arm("snapstream", 2048 // part, 2080, 32)
         replace(near, arm=arm).write(result | {"accuracy": accuracy}, 1.0)
-    assert "| question answering | 90.0 | 89.0, reached | 86.9, missed |  | yes, or equal |" in sweep_tables.goals()
+    assert "| question answering | 90.0 | 89.0, reached | 86.9, missed |  | yes, or equal |" in tables.goals()
 
 
 def streaming_like(stored: Path) -> str:
@@ -202,14 +199,14 @@ def test_a_hybrid_is_compared_with_the_first_model(tmp_path: Path, monkeypatch: 
 def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cells, "RESULTS", tmp_path)
     with pytest.raises(ValueError, match="not measured"):
-        long_answers.rescoring_table()
-    for model, task in long_answers.COLUMNS:
+        comparisons.rescoring_table()
+    for model, task in comparisons.LONG_COLUMNS:
         for prompts in (40, 200):
             arms = ("snapstream", "rescoring") if prompts == 40 else ("snapstream",)
             for arm in (make_arm(name, 512, 2080, 32) for name in arms):
                 cell = Cell(model=model, task=task, arm=arm, prompt_len=2048, num_prompts=prompts)
                 cell.write({"accuracy": float(prompts), "standard_error": 1.0}, 1.0)
-    text = long_answers.rescoring_table()
+    text = comparisons.rescoring_table()
     assert "| SnapStream | 512 | 40.0 ± 1.0 | 40.0 ± 1.0 | 40.0 ± 1.0 |" in text and "200.0" not in text
     assert [cell["settings"]["task"] for cell in tables.cells()] == []  # no other table shows them
 

@@ -17,7 +17,7 @@ from evals.by_head import by_head_runner
 from evals.chat import Chat
 from evals.divergence import FORMATS, diverge, make_rules
 from evals.lighteval_suites import write_local_task
-from evals.prose_table import perplexity_table, retrieval_table
+from evals.prose import perplexity_table, retrieval_table
 from evals.reconstruction import NUM_BEFORE, Repeated, Repeating, requests_to_repeat
 from evals.rounded import WIDTHS, Width
 from evals.tasks import Item

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evals import compression_table, store, tables
+from evals import prompt_compression, store, tables
 from evals import prompt_compression as measured
 from evals.chat import Chat
 from evals.cuts import Cutters
@@ -60,7 +60,7 @@ def test_the_whole_prompts_are_those_of_the_main_table(llm: LLM) -> None:
 
 @pytest.fixture
 def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(compression_table, "RESULTS", tmp_path / "cells.jsonl")
+    monkeypatch.setattr(prompt_compression, "RESULTS", tmp_path / "cells.jsonl")
     monkeypatch.setattr(tables, "arm_cells", lambda: [])
 
     def add(arm: str, accuracy: float, num_prompts: int = 200, family: str = "kv", **changes: Any) -> None:
@@ -82,7 +82,7 @@ def test_most_prompts_win_fewer_are_marked_and_failing_is_bold(put: Any) -> None
     put("same_family", 94.0, num_prompts=100)
     put("random", 3.0)
     put("cross_family", 11.0, chunk_len=16)  # another setting: not in this table
-    text = compression_table.compression_table()
+    text = prompt_compression.compression_table()
     assert "| draft of another family | 128 | 96.0 (50) |" in text and "40.0" not in text and "11.0" not in text
     assert "| the target as its own draft | 128 | **94.0** (50)* |" in text and "(100 where marked *)" in text
     assert "| random chunks | 128 | 3.0 (50) |" in text, "only drafts can fail"
@@ -93,8 +93,8 @@ def test_the_table_of_settings_shows_the_default_beside_them(put: Any) -> None:
     put("cross_family", 73.0, family="variable")
     put("cross_family", 99.0, family="kv")  # no other setting of it was measured
     with pytest.raises(ValueError, match="not measured"):
-        compression_table.settings_table()
+        prompt_compression.settings_table()
     put("cross_family", 98.0, num_prompts=100, family="variable", chunk_len=8)
-    text = compression_table.settings_table()
+    text = prompt_compression.settings_table()
     assert "| family | most tokens | prompt | chunks of 32, look-ahead 8 | chunks of 8, look-ahead 8 |" in text
     assert "| variable | 128 | draft of another family | 73.0 (50) | 98.0 (50) |" in text and "kv" not in text
