@@ -249,6 +249,7 @@ class Amount:
     keep: float | None
     max_tokens: int | None
     threshold: int  # prompts of fewer tokens stay uncompressed
+    counted_with: str  # as in ``CompressionReport``
 
     def why_not(self, before: int, has_candidates: bool) -> str:
         """Why a prompt of ``before`` tokens stays uncompressed, or nothing."""
@@ -331,13 +332,14 @@ def kept_tokens(scored: Sequence[ScoredText], choice: Choice) -> list[int]:
     return [sum(own.chunk_tokens[i] for i in chosen) for own, chosen in zip(scored, choice, strict=True)]
 
 
-def kept_spans(candidate: Candidate, own: ScoredText, kept: set[int], forced: list[Span]) -> list[Span]:
+def kept_spans(candidate: Candidate, own: ScoredText, kept: set[int]) -> list[Span]:
     """Characters of the candidate's text that stay: kept chunks, what was never a candidate, forced spans."""
-    always = [(0, candidate.start), (candidate.end, len(candidate.text)), *forced]
+    always = [(0, candidate.start), (candidate.end, len(candidate.text)), *candidate.forced]
     return own.cutter.spans(candidate.text, [own.chunks[i] for i in kept], always)
 
 
-def shorter_text(candidate: Candidate, spans: list[Span], own: ScoredText) -> str:
+def shorter_text(candidate: Candidate, own: ScoredText, kept: set[int]) -> str:
+    spans = kept_spans(candidate, own, kept)
     if not spans and candidate.message is not None:
         return own.cutter.delimiter.strip()  # a message may not be empty
     return own.cutter.join([candidate.text[a:b] for a, b in spans])
@@ -359,10 +361,10 @@ def with_texts(
     return out
 
 
-def forced_in(messages: Sequence[Mapping[str, Any]], found: Sequence[Candidate], spans: Spans) -> list[list[Span]]:
-    """``keep_spans`` per candidate; those of messages that are not cut are kept anyway."""
+def with_forced(messages: Sequence[Mapping[str, Any]], found: list[Candidate], spans: Spans) -> list[Candidate]:
+    """The candidates with their ``keep_spans``; those of messages that are not cut are kept anyway."""
     if not spans:
-        return [[] for _ in found]
+        return found
     if not isinstance(spans, Mapping):
         raise ValueError("keep_spans is a list; for messages it must map the index of a message to its spans")
     for index in spans:
@@ -370,15 +372,15 @@ def forced_in(messages: Sequence[Mapping[str, Any]], found: Sequence[Candidate],
             raise ValueError(f"keep_spans names message {index!r}; there are {len(messages)}, from 0")
         if not isinstance(messages[index].get("content"), str):
             raise ValueError(f"keep_spans names message {index}, whose content is not one text")
-    return [check_spans(spans.get(c.message, ()) if c.message is not None else (), len(c.text)) for c in found]
+    return [replace(one, forced=check_spans(spans.get(one.message or 0, ()), len(one.text))) for one in found]
 
 
-def text_report(candidate: Candidate, own: ScoredText, kept: set[int], forced: list[Span]) -> TextReport:
+def text_report(candidate: Candidate, own: ScoredText, kept: set[int]) -> TextReport:
     return TextReport(
         message=candidate.message,
         part=candidate.part,
         text=candidate.text,
-        spans=tuple(kept_spans(candidate, own, kept, forced)),
+        spans=tuple(kept_spans(candidate, own, kept)),
         chunks=tuple(
             ScoredChunk(start=a, end=b, score=score, is_kept=i in kept)
             for i, ((a, b), score) in enumerate(zip(own.chunks, own.scores, strict=True))
@@ -465,36 +467,23 @@ class PromptCompressor:
         Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
         beyond the draft's context if such texts are refused.
         """
-        amount = self._amount(keep, max_tokens, threshold)
+        amount = self._amount(keep, max_tokens, threshold, target_tokenizer)
         if query is not None:
             as_text("query", query)
         counter = TokenCounter(self._target(target_tokenizer))
-        counted_with = "draft" if target_tokenizer is None else "target"
         _check_prompt(prompt)
         if isinstance(prompt, str):
             if isinstance(keep_spans, Mapping):
                 raise ValueError("keep_spans is a mapping; a plain text takes a list of (start, end)")
-            after = f"\n\n{query}" if query else ""
-            whole = Candidate(text=prompt, start=0, end=len(prompt), after=after, as_chat=bool(query))
-            forced = [check_spans(keep_spans, len(prompt))]
-            text, report = self._shorten(
-                prompt, [whole], forced, lambda texts: texts[0], counter.text, amount, counted_with
-            )
+            after, forced = f"\n\n{query}" if query else "", check_spans(keep_spans, len(prompt))
+            whole = Candidate(text=prompt, start=0, end=len(prompt), after=after, as_chat=bool(query), forced=forced)
+            text, report = self._shorten(prompt, [whole], lambda texts: texts[0], counter.text, amount)
             return CompressedText(text=text, report=report)
         messages = [dict(message) for message in prompt]
-        found = candidates(messages, self.protection, self.draft.count_tokens)
+        found = with_forced(messages, candidates(messages, self.protection, self.draft.count_tokens), keep_spans)
         if query:
             found = [replace(candidate, after=f"\n\n{query}") for candidate in found]
-        shorter, report = self._shorten(
-            messages,
-            found,
-            forced_in(messages, found, keep_spans),
-            lambda texts: with_texts(messages, found, texts),
-            lambda built: counter.messages(built, tools),
-            amount,
-            counted_with,
-        )
-        return CompressedText(messages=tuple(shorter), report=report)
+        return self._shorten_messages(messages, messages, found, counter, tools, amount)
 
     def compress_turn(
         self,
@@ -512,7 +501,7 @@ class PromptCompressor:
         They stay as they are, but for tool outputs that were uncompressed because they were recent. Otherwise as
         ``compress``; a ceiling that ``done`` leaves no room for is a ValueError.
         """
-        amount = self._amount(keep, max_tokens, threshold)
+        amount = self._amount(keep, max_tokens, threshold, target_tokenizer)
         _check_prompt(messages)
         counter = TokenCounter(self._target(target_tokenizer))
         whole, begun = [dict(message) for message in messages], [dict(message) for message in done]
@@ -523,20 +512,10 @@ class PromptCompressor:
             if (index := one.message or 0) >= len(begun)
             or (whole[index].get("role") == "tool" and begun[index] == whole[index])
         ]
-        counted_with = "draft" if target_tokenizer is None else "target"
         before, num_now = counter.messages(whole, tools), counter.messages(built, tools)
         if not found and (max_tokens is None or num_now <= max_tokens):
-            return CompressedText(messages=tuple(built), report=make_report("", counted_with, before, num_now))
-        shorter, report = self._shorten(
-            whole,
-            found,
-            [[] for _ in found],
-            lambda texts: with_texts(built, found, texts),
-            lambda some: counter.messages(some, tools),
-            amount,
-            counted_with,
-        )
-        return CompressedText(messages=tuple(shorter), report=report)
+            return CompressedText(messages=tuple(built), report=make_report("", amount.counted_with, before, num_now))
+        return self._shorten_messages(whole, built, found, counter, tools, amount)
 
     def compress_ids(
         self,
@@ -553,7 +532,7 @@ class PromptCompressor:
         tokens that may be left out, all by default; each is cut into chunks of its own. The last token always stays,
         because the answer begins with it. Amounts as in ``compress``.
         """
-        amount = self._amount(keep, max_tokens, threshold)
+        amount = self._amount(keep, max_tokens, threshold, self.draft.tokenizer)
         ids = tuple(as_token_ids("token_ids", token_ids))
         if ids and max(ids) >= (limit := self.draft.decoder.config.vocab_size):
             raise ValueError(f"token id {max(ids)} is outside the draft's vocabulary (0 to {limit - 1})")
@@ -563,7 +542,7 @@ class PromptCompressor:
         )
         reason = amount.why_not(len(ids), bool(ranges))
         if reason:
-            report = make_report(reason, "target", len(ids), len(ids))
+            report = make_report(reason, amount.counted_with, len(ids), len(ids))
             return CompressedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
         scored = self._scorer.score_ids(ids, ranges, size)
         num_protected = len(ids) - sum(own.num_tokens for own in scored)
@@ -579,49 +558,61 @@ class PromptCompressor:
         return CompressedIds(
             token_ids=tuple(ids[i] for i in positions),
             positions=positions,
-            report=make_report("", "target", len(ids), len(positions), scored, choice),
+            report=make_report("", amount.counted_with, len(ids), len(positions), scored, choice),
         )
 
-    def _amount(self, keep: float | None, max_tokens: int | None, threshold: int | None) -> Amount:
-        """ValueError for wrong arguments."""
+    def _amount(self, keep: float | None, max_tokens: int | None, threshold: int | None, target: Any) -> Amount:
+        """ValueError for wrong arguments. ``target``: a tokenizer, or None to count draft tokens."""
         check_amount(keep, max_tokens)
         least = self.protection.threshold if threshold is None else as_count("threshold", threshold, 0)
-        return Amount(keep=keep, max_tokens=max_tokens, threshold=least)
+        counted_with = "draft" if target is None else "target"
+        return Amount(keep=keep, max_tokens=max_tokens, threshold=least, counted_with=counted_with)
+
+    def _shorten_messages(
+        self,
+        given: list[dict[str, Any]],
+        built: list[dict[str, Any]],
+        found: list[Candidate],
+        counter: TokenCounter,
+        tools: Sequence[Mapping[str, Any]] | None,
+        amount: Amount,
+    ) -> CompressedText:
+        """``built``: the conversation into which the new texts of the candidates go."""
+        shorter, report = self._shorten(
+            given,
+            found,
+            lambda texts: with_texts(built, found, texts),
+            lambda some: counter.messages(some, tools),
+            amount,
+        )
+        return CompressedText(messages=tuple(shorter), report=report)
 
     def _shorten(
         self,
         prompt: P,
         found: list[Candidate],
-        forced: list[list[Span]],
         build: Callable[[list[str]], P],
         count: Callable[[P], int],
         amount: Amount,
-        counted_with: str,
     ) -> tuple[P, CompressionReport]:
         """``build`` makes a prompt of new texts, one per candidate; ``count`` counts its tokens."""
         before = count(prompt)
         reason = amount.why_not(before, bool(found))
         if reason:
-            return prompt, make_report(reason, counted_with, before, before)
+            return prompt, make_report(reason, amount.counted_with, before, before)
         scored = [self._scorer.score(candidate) for candidate in found]
 
         def texts(choice: Choice) -> list[str]:
-            return [
-                shorter_text(candidate, kept_spans(candidate, own, kept, spans), own)
-                for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
-            ]
+            return [shorter_text(*one) for one in zip(found, scored, choice, strict=True)]
 
         choice = amount.choose(scored, lambda some: count(build(texts(some))))
         shorter = build(texts(choice))
         after = count(shorter)
         if after >= before:
             reason = f"what would be kept takes {after:,} tokens, no fewer than the {before:,} of the prompt"
-            return prompt, make_report(reason, counted_with, before, before)
-        parts = tuple(
-            text_report(candidate, own, kept, spans)
-            for candidate, own, kept, spans in zip(found, scored, choice, forced, strict=True)
-        )
-        return shorter, make_report("", counted_with, before, after, scored, choice, parts)
+            return prompt, make_report(reason, amount.counted_with, before, before)
+        reports = tuple(text_report(*one) for one in zip(found, scored, choice, strict=True))
+        return shorter, make_report("", amount.counted_with, before, after, scored, choice, reports)
 
     def _target(self, target: PreTrainedTokenizerBase | str | Path | None) -> PreTrainedTokenizerBase:
         if target is None:

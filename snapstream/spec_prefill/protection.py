@@ -238,13 +238,13 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-def check_spans(spans: Iterable[Span], text_len: int) -> list[Span]:
+def check_spans(spans: Iterable[Span], text_len: int) -> tuple[Span, ...]:
     """Spans that a caller wants kept, merged; ValueError for one outside the text."""
     spans = [(int(start), int(end)) for start, end in spans]
     for start, end in spans:
         if not 0 <= start <= end <= text_len:
             raise ValueError(f"keep span ({start}, {end}) lies outside the text of {text_len} characters")
-    return merged(spans)
+    return tuple(merged(spans))
 
 
 MAX_REQUEST = 2000  # characters of a request that the draft reads after another text: the last ones
@@ -262,6 +262,7 @@ class Candidate:
     as_chat: bool = False
     message: int | None = None
     part: int | None = None
+    forced: tuple[Span, ...] = ()  # characters that a caller wants kept
 
     @property
     def body(self) -> str:
