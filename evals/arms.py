@@ -6,14 +6,14 @@
 - ``random``: the default split, but the top-k slots hold random tokens: the floor of selection.
 - ``snapkv``: SnapKV as published (centred pooling, softmax over the row), and a ring that holds the voting
   tokens and the whole answer, so that it never wraps.
-- ``snapstream``: ``KVBudget.of`` and the selection that a plain number of slots gives: the project's defaults.
+- ``snapstream``: ``KVBudget.of`` and the selection of equal heads.
 - ``hops``: the same; the tokens that got most votes vote in turn, four times. Beyond the papers, as is pooling ahead.
 - ``largest_head``: the default, but of the heads that share a row the largest vote counts, not their sum: a question of
   models that keep latents, where all heads of a layer share one.
 - ``by_head``: the default, but a model of latents keeps keys and values per head (``by_head.py``), and each head its
   own tokens: what agreeing costs.
 - ``heads``: the same slots in all, divided among the kv heads by the checkpoint's profile, and the selector ``diverse``
-  (``--heads auto``).
+  (the default on a CPU).
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
 
 For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:

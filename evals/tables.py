@@ -21,8 +21,8 @@ from snapstream.assets import TINY_MODEL
 
 # How the arms are called, in the order of the tables.
 ARM_NAMES = {
-    "full": "full attention", "heads": "SnapStream, per-head budgets", "hops": "SnapStream, 4 hops",
-    "snapstream": "SnapStream",
+    "full": "full attention", "heads": "SnapStream, per-head budgets (default)", "hops": "SnapStream, 4 hops",
+    "snapstream": "SnapStream, equal heads",
     "snapkv": "SnapKV as published", "streaming": "StreamingLLM", "random": "random selection",
     "truncation": "truncation (middle cut)",
 }  # fmt: skip
@@ -161,18 +161,17 @@ def bytes_of(line: dict[str, list[Result]]) -> str:
 
 
 # The lines of README.md: whose engine, arm, part of the prompt's tokens that the slots are (0: all), rows, name.
-_HEADS = "SnapStream, `--heads auto`"
 HEADLINE = (
     ("snapstream", "full", 0, "auto", "full attention"),
-    ("snapstream", "snapstream", 4, "auto", "SnapStream, defaults"),
-    ("snapstream", "heads", 4, "auto", _HEADS),
-    ("snapstream", "heads", 4, "int4", f"{_HEADS}, int4 rows"),
+    ("snapstream", "heads", 4, "auto", "SnapStream, defaults"),
+    ("snapstream", "heads", 4, "int4", "SnapStream, int4 rows"),
+    ("snapstream", "snapstream", 4, "auto", "SnapStream, equal heads"),
     ("snapstream", "snapkv", 4, "auto", "SnapKV as published"),
     ("kvpress", "chunkkv", 4, "auto", "kvpress: ChunkKV over SnapKV"),
     ("kvpress", "compactor", 4, "auto", "kvpress: Compactor"),
     ("snapstream", "streaming", 4, "auto", "StreamingLLM"),
-    ("snapstream", "snapstream", 8, "auto", "SnapStream, defaults"),
-    ("snapstream", "heads", 8, "auto", _HEADS),
+    ("snapstream", "heads", 8, "auto", "SnapStream, defaults"),
+    ("snapstream", "heads", 8, "int4", "SnapStream, int4 rows"),
     ("snapstream", "snapkv", 8, "auto", "SnapKV as published"),
 )
 

@@ -98,7 +98,7 @@ class LLM:
         model = local_folder(model, progress=progress)
         self.model_config = read_model_config(model)
         about_heads = ""
-        if options.heads == "auto":
+        if options.has_automatic_heads:
             options, about_heads = automatic_heads(Path(model), self.model_config, options, progress=progress)
             self.options = options
         # Decided before anything is loaded, so that impossible settings are refused at once.

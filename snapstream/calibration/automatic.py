@@ -1,15 +1,18 @@
-"""``heads="auto"``: the profile of a checkpoint that is known, or that can be measured before the engine starts.
+"""Per-head budgets without a file: the profile of a checkpoint that is known, or can be measured at the start.
 
 Known are the profile that lies beside the weights (``heads.json``; the shipped models have one) and the one kept in the
 user's cache folder by the checkpoint's fingerprint, where ``snapstream calibrate`` writes it too. Without either the
-model is calibrated, if that takes at most ``LIMIT_S``. Invariant: no engine is refused for ``auto``; wherever per-head
-budgets are not supported or would cost too long a start, all heads are equal and a line says why.
+model is calibrated, if that takes at most ``LIMIT_S``; how long it would take otherwise is kept, so that the next
+start need not find out. Invariant: no engine is refused or fails for it; wherever per-head budgets are not supported or
+would cost too long a start, all heads are equal and a line says why.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +21,14 @@ from snapstream.config.kv import HeadProfile, read_profile
 from snapstream.kernels.compile_cache import cache_root
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import kv_spec_of
-from snapstream.models.sharding import layer_parameters
+from snapstream.models.sharding import layer_parameters, weight_bytes
 from snapstream.startup.measure import decide
 
 FILE = "heads.json"  # beside the weights
 LIMIT_S = 60.0  # that a start may spend on calibration
 PROMPT_LEN = 2048  # tokens of its documents
 THREAD_FLOPS = 5e10  # that a CPU thread does a second, about: a large model is refused before it is loaded
+READ_RATE = 1e9  # bytes of weights a second, about, which calibration reads once more than the engine
 ANSWER_LEN = 16  # tokens of a generated answer, about
 
 
@@ -56,6 +60,25 @@ def store_profile(profile: HeadProfile) -> Path:
     return path
 
 
+def _seconds_file(own: str, device: str) -> Path:
+    """What the shortest calibration would take, where a start has found that to be too long."""
+    return cached(own).with_suffix(f".{device.partition(':')[0]}.seconds")
+
+
+def _known_seconds(own: str, device: str) -> float:
+    try:
+        return float(_seconds_file(own, device).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _keep_seconds(own: str, device: str, seconds: float) -> None:
+    path = _seconds_file(own, device)
+    with suppress(OSError):  # the next start finds out again
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(f"{seconds:.1f}", encoding="utf-8")
+
+
 def automatic_heads(
     folder: Path,
     model: ModelConfig,
@@ -64,19 +87,19 @@ def automatic_heads(
     progress: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> tuple[EngineOptions, str]:
-    """The options with the heads that ``"auto"`` gives, and a line that says which; ``on_stage`` hears of a wait.
+    """The options with their heads, and a line that says which, empty where nobody asked and rows keep every token.
 
-    ValueError for options that no engine could have, whatever its heads.
+    ``on_stage`` hears of a wait. ValueError for options that no engine could have, whatever its heads.
     """
-    equal = replace(options, heads=None)
+    equal = replace(options, heads="none")
     config = decide(model, equal)
     if config.budget.num_topk == 0 or config.budget.capacity >= config.max_model_len:
-        return equal, "heads: equal, because rows keep every token or select none"
+        return equal, "" if options.heads is None else "heads: equal, because rows keep every token or select none"
     if (problem := _why_equal(model, options, config)) is not None:
         return equal, f"heads: equal, because {problem}"
     profile, how = stored_profile(folder), ""
     if profile is None:
-        least = least_seconds(model, config)
+        least = max(least_seconds(model, config), _known_seconds(fingerprint(folder), config.device))
         if least > LIMIT_S:
             return equal, _too_slow(folder, least)
         prompt_len = min(PROMPT_LEN, model.max_position - PROMPT_LEN // 16)
@@ -105,16 +128,18 @@ def _num_layers(model: ModelConfig) -> int:
 
 
 def least_seconds(model: ModelConfig, config: EngineConfig) -> float:
-    """What the shortest calibration takes on this CPU, about; 0 on a GPU, whose time the first document tells."""
+    """What the shortest calibration takes, about; on a GPU only the reading of weights, the first document tells."""
     from snapstream.calibration.calibrate import FAMILIES
 
+    reading = weight_bytes(model, config.dtype, config.weights) / READ_RATE
     if config.device != "cpu":
-        return 0.0
+        return reading
     import torch
 
     copies = 1 + _num_layers(model) * model.num_kv_heads
     tokens = len(FAMILIES) * (PROMPT_LEN + copies * ANSWER_LEN)
-    return 2.0 * layer_parameters(model) * model.num_layers * tokens / (torch.get_num_threads() * THREAD_FLOPS)
+    products = 2.0 * layer_parameters(model) * model.num_layers * tokens
+    return reading + products / (torch.get_num_threads() * THREAD_FLOPS)
 
 
 def _calibrated(
@@ -130,13 +155,26 @@ def _calibrated(
             limit_s=LIMIT_S,
         )  # fmt: skip
     except TooSlow as error:
+        _keep_seconds(fingerprint(folder), options.device, error.seconds)
         return None, _too_slow(folder, error.seconds)
-    except (ValueError, OSError) as error:  # no tokenizer or weights, or a context that holds no document
-        return None, f"heads: equal, because the model cannot be calibrated: {error}"
+    except (ValueError, OSError, RuntimeError) as error:  # no tokenizer, a context without room, memory of a GPU
+        why = str(error).partition("\n")[0]
+        return None, f"heads: equal, because the model cannot be calibrated: {why}"
+    finally:
+        _release(options.device)
     try:
         return found, f", kept in {store_profile(found)}"
     except OSError as error:
         return found, f", not kept: {error}"
+
+
+def _release(device: str) -> None:
+    """Give the memory of the calibrated model back before what is free is measured for the engine."""
+    gc.collect()
+    if device != "cpu":
+        import torch
+
+        torch.cuda.empty_cache()
 
 
 def _too_slow(folder: Path, seconds: float) -> str:

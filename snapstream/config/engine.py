@@ -430,8 +430,9 @@ class EngineOptions(Settings):
     heads: HeadProfile | str | None = setting(
         None,
         "Per-head KV budgets: a file of snapstream calibrate; auto: the model's known profile, or one measured at the "
-        "start where that takes a minute at most; none: equal heads, the default.",
-        metavar="none|auto|FILE",
+        "start where that takes a minute at most; none: equal heads. Default: auto on a CPU without --selector, else "
+        "none.",
+        metavar="auto|none|FILE",
         parse=as_heads,
     )
     device: str = setting("cpu", "Where the engine runs.", metavar="cpu|cuda")
@@ -567,6 +568,16 @@ class EngineOptions(Settings):
             num_local=self.local_ranks,
             address=self.master_addr or "",
         )
+
+    @property
+    def has_automatic_heads(self) -> bool:
+        """Whether kv heads get their own budgets where a profile is known or soon measured.
+
+        So it is on a CPU unless heads or a selector are named: a named selector fills rows as its paper has it. On a
+        GPU, where per-head budgets have not run yet (docs/research/gpu.md), only if asked for.
+        """
+        is_default = self.heads is None and self.selector is None and not self.device.startswith("cuda")
+        return is_default or self.heads == "auto"
 
     @classmethod
     def of(cls, options: EngineOptions | None, given: dict[str, Any]) -> EngineOptions:

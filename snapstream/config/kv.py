@@ -399,12 +399,13 @@ def _largest_part(shares: Shares, start: int, stop: int) -> Fraction:
     return part
 
 
-def as_heads(given: Any) -> HeadProfile | Literal["auto"] | None:
-    """A profile or the path of one, ``"auto"``, or ``"none"`` (equal heads). ValueError for a file that holds none."""
-    if given is None or given == "none":
-        return None
-    if given == "auto" or isinstance(given, HeadProfile):
-        return cast('HeadProfile | Literal["auto"]', given)
+def as_heads(given: Any) -> HeadProfile | Literal["auto", "none"] | None:
+    """A profile or the path of one, ``"auto"``, ``"none"`` (equal heads) or None (not set).
+
+    ValueError for a file that holds no profile.
+    """
+    if given in (None, "auto", "none") or isinstance(given, HeadProfile):
+        return cast('HeadProfile | Literal["auto", "none"] | None', given)
     return read_profile(as_path("heads", given))
 
 

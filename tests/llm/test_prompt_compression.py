@@ -119,7 +119,7 @@ def test_the_draft_is_there_before_memory_is_measured(monkeypatch: pytest.Monkey
     load = Draft.load
     monkeypatch.setattr(Draft, "load", lambda *given, **named: seen.append("draft") or load(*given, **named))
     monkeypatch.setattr(measure, "device_memory", lambda device: seen.append("memory") or (2**30, 2**30))
-    with LLM(TINY_MODEL, budget=64, max_rows="auto", max_model_len=512, progress=False, draft=TINY_MODEL):
+    with LLM(TINY_MODEL, budget=64, max_rows="auto", max_model_len=512, heads="none", progress=False, draft=TINY_MODEL):
         assert seen == ["memory", "draft", "memory"]  # what was wrong without it is refused before it is read
 
 

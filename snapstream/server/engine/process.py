@@ -160,7 +160,7 @@ def build(
 
     on_stage("choosing and compiling kernels")
     options, about_heads = spec.options, ""
-    if options.heads == "auto":
+    if options.has_automatic_heads:
         options, about_heads = _automatic_heads(spec, on_stage)
     llm = LLM(spec.model, options, progress=False, draft_memory=spec.draft_memory, make_runner=make_runner)
     if about_heads:
@@ -171,7 +171,7 @@ def build(
 def _automatic_heads(spec: EngineSpec, on_stage: Callable[[str], None]) -> tuple[EngineOptions, str]:
     if spec.transfer is not None:  # both engines must have the same, and each would find its own
         why = "engines that transfer rows need the same profile: name a file for both"
-        return replace(spec.options, heads=None), f"heads: equal; {why}"
+        return replace(spec.options, heads="none"), f"heads: equal; {why}"
     from snapstream.calibration.automatic import automatic_heads
     from snapstream.models.hub import local_folder
     from snapstream.models.registry import read_model_config

@@ -1,4 +1,4 @@
-"""``heads="auto"``: which profile an engine gets, when it is measured, and every engine that must have equal heads."""
+"""Per-head budgets without a file: which profile an engine gets, when it is measured, and who must do without."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.calibration import automatic
@@ -48,8 +49,29 @@ def test_the_shipped_models_have_their_profiles(model: Path) -> None:
     assert found is not None and found.model == fingerprint(model)
 
 
-def test_an_llm_takes_the_profile_and_says_so() -> None:
-    with LLM(TINY_MODEL, heads="auto", selector="diverse", executor="eager", progress=False, **SMALL) as llm:
+@pytest.mark.parametrize(
+    ("fields", "is_automatic"),
+    [
+        ({}, True),
+        ({"heads": "auto", "selector": "snapkv"}, True),
+        ({"heads": "auto", "device": "cuda"}, True),
+        ({"heads": "none"}, False),
+        ({"selector": "diverse"}, False),
+        ({"device": "cuda"}, False),
+        ({"heads": TINY_MODEL / FILE}, False),
+    ],
+)
+def test_who_gets_them_unasked(fields: dict[str, Any], is_automatic: bool) -> None:
+    assert EngineOptions.of(None, fields).has_automatic_heads is is_automatic
+
+
+def test_a_row_that_keeps_every_token_is_not_mentioned_unasked() -> None:
+    assert heads_of(TINY_MODEL, heads=None, budget="full")[1] == ""
+
+
+@pytest.mark.parametrize("fields", [{}, {"heads": "auto", "selector": "diverse"}])
+def test_an_llm_takes_the_profile_and_says_so(fields: dict[str, Any]) -> None:
+    with LLM(TINY_MODEL, executor="eager", progress=False, **SMALL, **fields) as llm:
         assert llm.config.heads is not None and llm.config.heads.row_slots == 8 * 128
         assert llm.notes[0].startswith("heads: their own budgets, by 20 generated documents")
         assert llm.generate([list(range(10, 300))], SamplingParams(max_tokens=2, temperature=0.0))
@@ -72,11 +94,25 @@ def test_a_model_that_takes_too_long_has_equal_heads(bare: Path, monkeypatch: py
     with pytest.raises(TooSlow, match="calibration would take"):  # found after the first document
         calibrate(bare, prompt_len=256, progress=False, limit_s=1e-9)
     monkeypatch.setattr(automatic, "LIMIT_S", 1e-9)
-    for flops in (1e30, 1.0):  # found after the first document, and before loading
+    for flops, rate in ((1.0, 1e30), (1e30, 1.0)):  # found before loading
         monkeypatch.setattr(automatic, "THREAD_FLOPS", flops)
+        monkeypatch.setattr(automatic, "READ_RATE", rate)
         options, line = heads_of(bare)
-        assert options.heads is None and "calibration would take" in line and "snapstream calibrate" in line
+        assert options.heads == "none" and "calibration would take" in line and "snapstream calibrate" in line
+    monkeypatch.setattr(automatic, "READ_RATE", 1e30)
+    assert heads_of(bare)[0].heads == "none"  # found after the first document
+    monkeypatch.setattr("snapstream.calibration.calibrate.calibrate", None)
+    assert heads_of(bare)[0].heads == "none"  # known
     assert not cached(fingerprint(bare)).exists()
+
+
+def test_a_device_without_memory_for_it_has_equal_heads(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
+
+    monkeypatch.setattr("snapstream.calibration.calibrate.calibrate", out_of_memory)
+    options, line = heads_of(bare)
+    assert options.heads == "none" and line.endswith("cannot be calibrated: CUDA out of memory.")
 
 
 def test_a_short_limit_reads_fewer_documents(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,12 +149,12 @@ def test_a_file_that_is_not_this_models_counts_as_none(bare: Path, spoil: Callab
 )
 def test_what_does_not_combine_has_equal_heads(fields: dict[str, Any], reason: str) -> None:
     options, line = heads_of(TINY_MODEL, **fields)
-    assert options.heads is None and line.startswith("heads: equal, because") and reason in line
+    assert options.heads == "none" and line.startswith("heads: equal, because") and reason in line
 
 
 def test_latents_have_equal_heads() -> None:
     options, line = heads_of(TINY_LATENT_MODEL)
-    assert options.heads is None and "latents" in line
+    assert options.heads == "none" and "latents" in line
 
 
 def test_engines_that_transfer_rows_have_equal_heads() -> None:
@@ -136,7 +172,7 @@ def test_an_impossible_engine_is_refused_as_ever() -> None:
 
 
 def test_how_heads_are_named() -> None:
-    assert as_heads("none") is None and as_heads("auto") == "auto"
+    assert as_heads("none") == "none" and as_heads(None) is None and as_heads("auto") == "auto"
     with pytest.raises(ValueError, match="holds no profile"):
         as_heads("automatic")
 
