@@ -69,9 +69,7 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
     if kind_of_model == "lfm2":
         writer.add_shortconv_l_cache(settings["conv_L_cache"])
     if num_experts is not None:
-        writer.add_expert_count(num_experts)
-        writer.add_expert_used_count(settings["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(settings["moe_intermediate_size"])
+        _add_experts(writer, settings, num_experts)
     if (folder / "tokenizer.json").exists():
         _add_tokenizer(writer, folder, gguf.TokenType)
     else:
@@ -86,10 +84,10 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 
 
 def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
-    """Random weights of a dense Llama, Qwen3 or LFM2 with tied embeddings: ``settings`` as in config.json.
+    """Random weights of a Llama, Qwen3, Qwen3-MoE or LFM2 with tied embeddings: ``settings`` as in config.json.
 
     Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 and q4_k_m the embedding, which is the
-    output too, is q6_k as in llama.cpp's own files, and of q4_k_m some values and down projections.
+    output too, is q6_k as in llama.cpp's own files, and of q4_k_m some values and down projections, of experts too.
     """
     import gguf
     import numpy
@@ -100,6 +98,10 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     kind_of_model, layers = settings["model_type"], range(settings["num_hidden_layers"])
     full = settings.get("full_attn_idxs", layers)  # layers with attention; the others have short convolutions
     writer = _begin(settings, file, kind_of_model)
+    num_experts = settings.get("num_experts", 0)
+    if num_experts:
+        inner = settings["moe_intermediate_size"]
+        _add_experts(writer, settings, num_experts)
     if kind_of_model == "llama":
         writer.add_rope_dimension_count(size)
     if kind_of_model == "lfm2":
@@ -107,16 +109,16 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     _add_words(writer, settings["vocab_size"], gguf.TokenType)
 
     def add(name: str, rows: int, cols: int, kind: str = kind) -> None:
-        own = getattr(types, kind.upper())
+        own, shape = getattr(types, kind.upper()), (num_experts, rows) if "_exps" in name else (rows,)
         if kind == "f16":
-            numbers = random.standard_normal((rows, cols), dtype=numpy.float32) * 0.02
+            numbers = random.standard_normal((*shape, cols), dtype=numpy.float32) * 0.02
             return writer.add_tensor(name, numbers.astype(numpy.float16), raw_dtype=own)
         length, num_bytes = gguf.GGML_QUANT_SIZES[own]
-        blocks = random.integers(0, 256, (rows, cols // length, num_bytes), dtype=numpy.uint8)
+        blocks = random.integers(0, 256, (*shape, cols // length, num_bytes), dtype=numpy.uint8)
         factors = {"q4_0": [4e-3], "q8_0": [3e-4], "q6_k": [1e-5], "q4_k": [1e-4, 7.5e-4]}[kind]
         scale = slice(-2, None) if kind == "q6_k" else slice(0, 2 * len(factors))
         blocks[..., scale] = numpy.array(factors, numpy.float16).view("u1")
-        writer.add_tensor(name, blocks.reshape(rows, -1), raw_dtype=own)
+        writer.add_tensor(name, blocks.reshape(*shape, -1), raw_dtype=own)
 
     def add_norm(name: str, count: int) -> None:
         writer.add_tensor(name, numpy.ones(count, numpy.float32), raw_dtype=types.F32)
@@ -124,6 +126,7 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind in ("q4_0", "q4_k_m") else kind)
     add_norm("token_embd_norm.weight" if kind_of_model == "lfm2" else "output_norm.weight", hidden)
     mlp = [("ffn_gate", inner, hidden), ("ffn_up", inner, hidden), ("ffn_down", hidden, inner)]
+    mlp = [(f"{name}_exps" if num_experts else name, *size_of) for name, *size_of in mlp]
     attention = [("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
                  ("attn_output", hidden, queries)]  # fmt: skip
     convolution = [("shortconv.in_proj", 3 * hidden, hidden), ("shortconv.out_proj", hidden, hidden)]
@@ -132,8 +135,12 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
         for name, rows, cols in (*(attention if layer in full else convolution), *mlp):
             own = kind
             if kind == "q4_k_m":
-                own = "q6_k" if name in ("attn_v", "ffn_down") and has_more_bits(layer, len(layers)) else "q4_k"
+                has_more = name in ("attn_v", "ffn_down", "ffn_down_exps") and has_more_bits(layer, len(layers))
+                own = "q6_k" if has_more else "q4_k"
             add(f"{start}{name}.weight", rows, cols, own)
+        if num_experts:
+            router = random.standard_normal((num_experts, hidden), dtype=numpy.float32)
+            writer.add_tensor(f"{start}ffn_gate_inp.weight", router, raw_dtype=types.F32)
         norms = {"attn_norm": hidden, "ffn_norm": hidden}
         if layer not in full:
             taps = random.standard_normal((hidden, settings["conv_L_cache"]), dtype=numpy.float32)
@@ -172,6 +179,12 @@ def _begin(settings: dict[str, Any], file: Path, architecture: str) -> Any:
     writer.add_layer_norm_rms_eps(settings.get("rms_norm_eps", settings.get("norm_eps")))
     writer.add_rope_freq_base(settings["rope_parameters"]["rope_theta"])
     return writer
+
+
+def _add_experts(writer: Any, settings: dict[str, Any], num_experts: int) -> None:
+    writer.add_expert_count(num_experts)
+    writer.add_expert_used_count(settings["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(settings["moe_intermediate_size"])
 
 
 def _end(writer: Any) -> None:

@@ -61,6 +61,11 @@ from snapstream.models.weights import LayerWeights
 _VECTORS = (
     "input_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "sinks", "per_layer_in_norm",
 )  # fmt: skip
+# Of a layer, by names as in abi.h.
+_MATRICES = (
+    "per_layer_in", "per_layer_gate", "per_layer_out", "experts_gate_up", "experts_down", "shared_gate_up",
+    "shared_down", "q_a", "q", "kv_a",
+)  # fmt: skip
 _BOTH = 3  # as abi.h: the kind of layers with attention and recurrence
 _BESIDE = ("mlp_part_norm", "experts_norm", "experts_part_norm", "router_scale", "expert_scale")
 
@@ -96,10 +101,12 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     recurrent, kinds = _recurrent(decoder, num_drafted), _kinds(config)
     parts = (LayerParts * config.num_layers)(*_layer_parts(decoder))
+    recurrent.projected = max(own.recurrent_in.rows for own in parts)
+    recurrent.mixed = max(own.recurrent_out.cols for own in parts)
     model = Model(
         layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, vocab=config.vocab_size,
         kv_heads=max(own.num_kv_heads for own in config.all_heads), head_dim=config.widest_head,
-        inner=config.widest_inner, parts=addressof(parts), embed=_stack(decoder, "embed"),
+        inner=config.widest_inner, parts=addressof(parts), embed=panels_of(decoder, "embed").stack,
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
         rotated=config.rope.rotary_dim(full_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
         window_rotated=0 if own is None else own.rotary_dim(config.rope_dim), window_head_dim=config.head_dim,
@@ -132,6 +139,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
 def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
     """Of every layer; a view of a stack's layer lies where the stack does."""
     config, group = decoder.shard, decoder.group
+    recurrent = {DeltaNet: "delta", Mamba2: "mamba"}.get(type(config.recurrent), "conv")
     for index in range(config.num_layers):
         weights, (kv_heads, head_dim) = decoder.weights.layer(index), config.heads_of(index)
         biases = {
@@ -139,8 +147,8 @@ def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
             "o": bias_of_sum(weights.optional("o_bias"), group),
             "down": bias_of_sum(weights.optional("down_bias"), group),
         }  # fmt: skip
-        stacks = {name: _layer_stack(weights, name) for name in biases}
-        stacks |= {f"per_layer_{name}": _layer_stack(weights, f"per_layer_{name}") for name in ("in", "gate", "out")}
+        stacks = {name: _layer_stack(weights, name) for name in (*biases, *_MATRICES)}
+        stacks |= {f"recurrent_{side}": _layer_stack(weights, f"{recurrent}_{side}") for side in ("in", "out")}
         stacks["qkv_rest"] = _layer_stack(weights, "qkv", 1)
         scale = 1.0 if config.has_unscaled_scores else head_dim**-0.5
         yield LayerParts(
@@ -156,7 +164,7 @@ def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
 def _layer_stack(weights: LayerWeights, name: str, part: int = 0) -> Stack:
     """A matrix of a layer, or one of those that are joined to it; zeros if it has none."""
     matrix = weights.matrices.get(name)
-    if matrix is None or len(matrix.shape) != 2:
+    if matrix is None:
         return Stack()
     parts = matrix.parts if isinstance(matrix, JoinedMatrix) else (matrix,)
     if part == len(parts):
@@ -181,19 +189,12 @@ def _kinds(config: ModelConfig) -> Tensor:
     return torch.tensor(tables)
 
 
-def _stack(decoder: Decoder, role: str) -> Stack:
-    """The role's stack; zeros if the model has none."""
-    return panels_of(decoder, role).stack if role in decoder.weights.matrices else Stack()
-
-
 def _mixture(decoder: Decoder) -> Mixture:
     moe, vectors = decoder.shard.moe, decoder.weights.vectors
     if moe is None:
         return Mixture()
     limit, alpha = moe.clamp or (0.0, 0.0)
     return Mixture(
-        gate_up=_stack(decoder, "experts_gate_up"), down=_stack(decoder, "experts_down"),
-        shared_gate_up=_stack(decoder, "shared_gate_up"), shared_down=_stack(decoder, "shared_down"),
         router=address(vectors["router"]), correction=address(vectors.get("router_bias")), experts=moe.num_experts,
         top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner,
         groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
@@ -211,7 +212,6 @@ def _latent(decoder: Decoder) -> Latent:
     if latent is None:
         return Latent()
     return Latent(
-        q_a=_stack(decoder, "q_a"), q=_stack(decoder, "q"), kv_a=_stack(decoder, "kv_a"),
         q_a_norm=address(weights.vectors.get("q_a_norm")), c_norm=address(weights.vectors["kv_a_norm"]),
         up=address(weights.matrices["kv_b"].dense()), q_rank=latent.q_rank or 0, rank=latent.kv_rank,
         nope_dim=latent.nope_dim, rope_dim=latent.rope_dim, value_dim=latent.value_dim,
@@ -236,7 +236,6 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
                 given[name] = weights.matrices[f"delta_{name}"].dense()
         names = "key_heads", "value_heads", "key_dim", "value_dim", "gate_rank"
         sizes = {name: getattr(net, name) for name in names}
-        stacks = "delta_in", "delta_out"
     elif isinstance(net, Mamba2):
         given = {
             "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors.get("mamba_norm"),
@@ -245,17 +244,15 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
             "out_bias": bias_of_sum(vectors.get("mamba_out_bias"), decoder.group),
         }  # fmt: skip
         sizes = {"key_heads": net.groups, "value_heads": net.heads, "key_dim": net.state_dim, "value_dim": net.head_dim}
-        stacks = "mamba_in", "mamba_out"
     else:
         given = {
             "conv_bias": vectors.get("conv_bias"), "in_bias": vectors.get("conv_in_bias"),
             "out_bias": bias_of_sum(vectors.get("conv_out_bias"), decoder.group),
         }  # fmt: skip
-        sizes, stacks = {}, ("conv_in", "conv_out")
+        sizes = {}
     recurrent = Recurrent(
         taps=address(taps), kernel=net.kernel, channels=net.channels, drafted=num_drafted, **sizes,
         out_multiplier=config.multipliers.recurrent_out,
-        **{"in": _stack(decoder, stacks[0]), "out": _stack(decoder, stacks[1])},
         **{name: address(tensor) for name, tensor in given.items()},
     )  # fmt: skip
     recurrent.kept = taps, given

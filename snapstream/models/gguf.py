@@ -113,16 +113,11 @@ def _stored(model: Model) -> StoredWeights:
     )  # fmt: skip
 
 
-_BY_LAYER = re.compile(
-    r"model\.layers\.\d+\.(self_attn\.(qkv|o|out)|(mlp|feed_forward)\.(gate_up|down)|feed_forward\.w2)(_proj)?"
-)
-
-
 def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], set[str]]:
     """Types of the matrices of these ``groups`` that integers hold, by ``stack_name``; and types of the others.
 
     Others are also parts of what is one matrix here, of too many types (``tensors.in_own_formats``): gate and up must
-    have one, q, k and v two of which one follows the other, experts and recurrent layers one in all layers.
+    have one, q, k and v two of which one follows the other.
     """
     kinds: dict[str, set[str]] = {}
     for name, tensors, _, _ in _tensors(model):
@@ -142,14 +137,16 @@ def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], s
 
 
 def _matrix_of(model: Model, name: str) -> str:
-    """A name for the matrix, of one layer or all, of which a tensor of the checkpoint is a part."""
+    """A name for the matrix of which a tensor of the checkpoint is a part."""
     experts, whole = model.architecture.experts, name.removesuffix(".weight")
-    for gate, up in (("gate_proj", "up_proj"), ("w1", "w3"), (experts.gate, experts.up)):
+    for gate, up in (
+        ("gate_proj", "up_proj"), ("w1", "w3"), (experts.gate, experts.up), ("in_proj_qkv", "in_proj_z")
+    ):  # fmt: skip
         if whole.endswith((f".{gate}", f".{up}")):
             whole = f"{whole.rpartition('.')[0]}.gate_up"
     if re.search(r"self_attn\.[qkv]_proj$", whole) and "attention.kv_lora_rank" not in model.own:
         whole = f"{whole.rpartition('.')[0]}.qkv"
-    return whole if _BY_LAYER.fullmatch(whole) else re.sub(r"\.layers\.\d+", "", whole)
+    return whole
 
 
 def _keeps_groups(model: Model) -> bool:

@@ -489,15 +489,11 @@ def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Te
     return specs if config.moe is None else {**specs, **expert_tensors(config, names)}
 
 
-# Stacks that kernels take layer by layer, so that layers may differ in their formats; in the first also ranges of rows.
-_BY_LAYER = ("qkv", "o", "gate_up", "down")
-
-
 def in_own_formats(specs: TensorSpecs, stored: StoredWeights, num_layers: int) -> TensorSpecs:
     """``specs`` with the formats that single matrices have in the checkpoint (``StoredWeights.own``).
 
     A stack of several formats becomes one for each, with the layers that have it. Where only some rows of ``qkv`` have
-    a format, two stacks have the same layers, rows of one below those of the other. Other stacks of several formats
+    a format, two stacks have the same layers, rows of one below those of the other. Other matrices whose parts differ
     get none.
     """
     found = {}
@@ -523,8 +519,6 @@ def _by_format(name: str, spec: TensorSpec, stored: StoredWeights, num_layers: i
         if len(runs) > (2 if base_name(name) == "qkv" else 1):
             runs = [(None, list(spec.parts))]
         kinds.setdefault(tuple((form, tuple(parts)) for form, parts in runs), []).append(layer)
-    if len(kinds) > 1 and base_name(name) not in _BY_LAYER:
-        return {name: spec}
     found = {}
     for runs_of, layers in kinds.items():
         words = ["other" if form is None else f"{form.dtype}-{form.group}" for form, _ in runs_of]

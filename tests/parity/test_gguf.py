@@ -128,7 +128,12 @@ KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of 
      {"qkv": UINT4, "o": UINT4, "gate_up": UINT4, "down.int8-16": FINE, "down.uint4-32": UINT4, "embed": FINE}),
     ("qwen2", {"0.ffn": "Q4_0", "attn_k": "Q8_0", "ffn_gate": "Q6_K", "attn_output": "Q4_1", "": "Q4_K"},
      {"qkv": INT8, "o": UINT4, "gate_up.int4-32": INT4, "gate_up": INT8, "embed": UINT4}),
-    ("qwen3-moe", {"0.ffn_down": "Q6_K", "": "Q4_K"}, {"qkv": UINT4, "experts_gate_up": UINT4, "experts_down": INT8}),
+    ("qwen3-moe", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "": "Q4_K"},
+     {f"{MIXED}.0": UINT4, "qkv.uint4-32": UINT4, "experts_gate_up": UINT4, "experts_down.int8-16": FINE,
+      "experts_down.uint4-32": UINT4}),
+    ("qwen3-moe", {"1.ffn_down": "Q8_0", "0.ffn_gate": "Q4_1", "0.ffn_up": "Q4_1", "ffn_gate": "Q6_K", "": "Q4_0"},
+     {"experts_gate_up.uint4-32": UINT4, "experts_gate_up": INT8, "experts_down.int4-32": INT4,
+      "experts_down.int8-32": INT8}),
     ("qwen2", {"ffn_down": "IQ4_NL", "ffn": "Q4_0", "": "Q5_0"}, {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3-moe", "Q8_0", {"qkv": INT8, "experts_down": INT8, "embed": INT8}),
     ("qwen3-moe", "Q6_K", {"qkv": FINE, "experts_down": FINE, "embed": FINE}),
@@ -223,6 +228,14 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
     ("minimax-m2", "Q4_K", {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256},
      {"qkv": UINT4, "experts_down": UINT4}),
     ("qwen3.5", "Q4_1", DELTA, {"delta_in": UINT4, "delta_out": UINT4, "qkv": UINT4}),
+    ("glm4-moe", {"1.ffn_down": "Q8_0", "": "Q4_1"}, EXPERTS | {"num_hidden_layers": 3},
+     {"down": UINT4, "experts_down.int8-32": INT8, "experts_down.uint4-32": UINT4, "shared_down.int8-32": INT8,
+      "shared_down.uint4-32": UINT4, "shared_gate_up": UINT4}),
+    ("qwen3.5", {"0.ssm_out": "Q8_0", "attn_gate": "Q8_0", "": "Q4_1"}, DELTA | {"num_hidden_layers": 4},
+     {"delta_in": INT8, "delta_out.int8-32": INT8, "delta_out.uint4-32": UINT4}),
+    ("deepseek-v2-lite", {"1.attn_kv_a_mqa": "Q8_0", "1.ffn_down": "Q8_0", "attn_k_b": "F16", "": "Q4_1"},
+     EXPERTS | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "head_dim": None, "num_hidden_layers": 3},
+     {"kv_a.int8-32": INT8, "kv_a.uint4-32": UINT4, "experts_down.int8-32": INT8, "experts_down.uint4-32": UINT4}),
 ]  # fmt: skip
 
 
@@ -237,16 +250,13 @@ def test_quantized_layers_of_every_kind(
     wide = write_gguf(folder, tmp_path / "wide.gguf", numbers_of=file)
     model = read_model_config(file)
     types = model.stored.dequantized_in(weight_formats(model, EngineOptions(), device="cpu"))
-    width: Any = "int8" if types else "float32"
-    with (
-        LLM(file, max_model_len=64, progress=False, executor="eager") as llm,
-        LLM(wide, max_model_len=64, progress=False, executor="eager", weights=width) as twin,
-    ):
-        weights, numbers = (one.engine.runner.decoder.weights for one in (llm, twin))  # type: ignore[attr-defined]
+    with LLM(file, max_model_len=64, progress=False, executor="eager") as llm:
+        weights = llm.engine.runner.decoder.weights  # type: ignore[attr-defined]
         assert {key: weights.matrices[key].form.describe() for key in formats} == formats
-        wanted = numbers.stored()
-        for key, mine in weights.stored().items():
-            assert torch.equal(mine, wanted[key]) or torch.equal(mine, wanted[key].half().float()), key
+        numbers = [weights_of(wide, width) for width in ("float32", *["int8"] * bool(types))]
+        for key, mine in numbers_of(weights).items():
+            wanted = [*(own[key] for own in numbers), numbers[0][key].half().float()]
+            assert any(torch.equal(mine, own) for own in wanted), key
     assert len({str(answers(file, PROMPTS[::4], executor=executor)) for executor in EXECUTORS}) == 1
 
 

@@ -222,7 +222,14 @@ def test_quick_changes_what_is_not_given() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "kind"),
-    [("tiny", "f16"), ("tiny", "q8_0"), ("tiny", "q4_0"), ("tiny", "q4_k_m"), ("tiny-lfm2", "q4_0")],
+    [
+        ("tiny", "f16"),
+        ("tiny", "q8_0"),
+        ("tiny", "q4_0"),
+        ("tiny", "q4_k_m"),
+        ("tiny-lfm2", "q4_0"),
+        ("tiny-moe", "q4_k_m"),
+    ],
 )
 def test_a_random_file_of_a_shape_is_read_as_it_is_stored(shape: str, kind: str, tmp_path: Path) -> None:
     write_random_gguf(SHAPES[shape], file := tmp_path / "model.gguf", kind)

@@ -29,6 +29,10 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
 struct LayerParts {  // of one layer: its own matrices, and what layers may differ in
     Stack qkv, o, gate_up, down;                                // rows 0: it has none
     Stack qkv_rest;  // rows after those of qkv, in another format; rows 0: none
+    // [held, 2M (without gate M) or D, D or M]: expert e is matrix e - first_held; the shared ones in one, or none.
+    Stack experts_gate_up, experts_down, shared_gate_up, shared_down;
+    Stack recurrent_in, recurrent_out;  // to b | c | x, or to q | k | v | z; of what the layer makes
+    Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
     int64_t kv_heads, head_dim, inner;
@@ -42,10 +46,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     const float* per_layer_norm;
 };
 
-struct Mixture {  // of experts, in the L' layers that have them; no experts: none (experts.h)
-    // [L' held, 2M (without gate M) or D, D or M]: expert e of the i-th layer with experts is matrix i held + e - first_held
-    Stack gate_up, down;
-    Stack shared_gate_up, shared_down;  // [L', ...], where shared_inner is not 0
+struct Mixture {  // of experts, in the L' layers that have them; no experts: none (experts.h). LayerParts has the matrices.
     const float *router, *correction;   // [L', X, D]; [L', X] or null
     int64_t experts, top_k, inner, shared_inner;
     int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
@@ -60,7 +61,6 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
 };
 
 struct Latent {  // attention over latents; rank 0: none (latent.h)
-    Stack q_a, q, kv_a;              // q_a where q_rank is not 0
     const float *q_a_norm, *c_norm;  // [L, Q], [L, R]
     const float* up;                 // [L, H, N + U, R]: what expands c to the key and the value of each head
     int64_t q_rank, rank, nope_dim, rope_dim, value_dim;
@@ -68,7 +68,6 @@ struct Latent {  // attention over latents; rank 0: none (latent.h)
 };
 
 struct Recurrent {  // layers with a state in the place of keys and values (recurrent.h); kernel 0: none
-    Stack in, out;                         // [L', ...]: to b | c | x, or to q | k | v | z; of what the layer makes
     const float *in_bias, *out_bias;       // [L', rows], or null
     const float *taps, *conv_bias;         // [L', K, C]; [L', C] or null
     // Of gated DeltaNet: [L', 2 H, D], of beta and of the decay of each value head; [L', H] each; [L', V]
@@ -81,7 +80,8 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     const float* skip;
     int64_t kernel, channels, key_heads, value_heads, key_dim, value_dim, gate_rank;  // value_heads 0: short convolutions
     int64_t drafted;  // entries of a step that may be drafted; 0: none
-    const float* in_scales;  // [rows of in]: what it projects is multiplied by; or null
+    int64_t projected, mixed;  // rows of recurrent_in; columns of recurrent_out
+    const float* in_scales;    // [projected]: what it projects is multiplied by; or null
     float out_multiplier;    // of what out gives, in layers that have attention too
 };
 

@@ -35,6 +35,8 @@ struct Span {  // the pairs of one chosen expert, counted among those that lie o
     int64_t expert, begin, count;
 };
 
+inline bool has_gate(const Model& model) { return model.activation != RELU2; }
+
 struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its experts, sorted by expert
     // [B, D], rows filled up to ALIGN_K; the same packed; [B, X]; [B, k]; [B k, 2M]; packed by expert [B k, M]
     // [B, D], of experts beside an MLP: what the router reads
@@ -52,15 +54,15 @@ struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its ex
     MixtureBuffers(const Model& model, int64_t batch, int threads, Cut& cut) {
         const Mixture& m = model.mixture;
         if (!m.experts) return;
-        const int64_t wide = padded(model.hidden), pairs = batch * m.top_k;
+        const int64_t wide = padded(model.hidden), pairs = batch * m.top_k, halves = 1 + has_gate(model);
         normed = cut(batch * wide);
         packed = cut(batch * wide);
         routed_by = cut(m.router_scale ? batch * wide : 0);
         scores = cut(batch * (m.experts + W));
         shares = cut(pairs);
-        gate_up = cut(pairs * m.gate_up.rows);
+        gate_up = cut(pairs * halves * m.inner);
         inner = cut(pairs * padded(m.inner));
-        shared_gate_up = cut(batch * m.shared_gate_up.rows);
+        shared_gate_up = cut(batch * halves * m.shared_inner);
         shared_inner = cut(batch * padded(m.shared_inner));
         shared_share = cut(m.shared_gate ? batch : 0);
         for (int i = 0; i < threads; ++i) own.push_back(cut(batch * wide));
@@ -131,7 +133,6 @@ inline int64_t gates_of(const Model& model) { return model.has_attention_gate ? 
 inline bool recurs(const Model& model, int64_t layer) {
     return model.mixers[layer] == RECURRENT || model.mixers[layer] == BOTH;
 }
-inline bool has_gate(const Model& model) { return model.activation != RELU2; }
 inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
 constexpr int64_t MLP_STAGES = 4, MIXTURE_STAGES = 6, PER_LAYER_STAGES = 4;
 inline bool is_beside_mlp(const Model& model) { return model.mixture.mlp_part_norm; }

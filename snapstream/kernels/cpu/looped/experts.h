@@ -75,9 +75,12 @@ inline void choose_by(Work& w, float* scores, const float* logit_bias, const flo
     }
 }
 
-// Of the layer-th of those with experts: token b by its scores.
+// Its place among the layers with experts.
+inline int64_t mixture_place(const Work& w, int64_t layer) { return w.model.mlp_places[layer]; }
+
+// Token b by its scores.
 inline void choose_of(Work& w, int64_t layer, int64_t b) {
-    const auto own = [&](const float* all) { return all ? all + layer * w.moe.experts : nullptr; };
+    const auto own = [&](const float* all) { return all ? all + mixture_place(w, layer) * w.moe.experts : nullptr; };
     choose_by(w, w.routed.scores + b * (w.moe.experts + W), own(w.moe.router_bias), own(w.moe.correction),
               own(w.moe.expert_scale), b);
 }
@@ -109,12 +112,6 @@ inline void sort_pairs(Work& w) {
 }
 
 // -- products with the matrices of experts
-
-inline void pack_token(const float* from, float* base, const Groups& groups, int64_t token, int64_t cols) {
-    const Packed to(base, groups, token, cols);
-    for (int64_t i = 0; i < cols; ++i) to.put(i, from[i]);
-    to.end(cols);
-}
 
 inline const char* panels_at(const Stack& stack, int64_t matrix, int64_t first) {
     return stack.data + matrix * stack.layer_bytes + first * stack.panel_bytes;
@@ -151,18 +148,23 @@ inline void raw_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t fir
     });
 }
 
-// Of a routed expert, [2M], or null.
-inline const float* gate_up_bias(Work& w, int64_t matrix) {
-    return w.moe.gate_up_bias ? w.moe.gate_up_bias + matrix * 2 * w.moe.inner : nullptr;
+// Of `biases` [L' held, size], or null, that of a stored expert.
+inline const float* expert_bias(Work& w, const float* biases, int64_t layer, int64_t expert, int64_t size) {
+    return biases ? biases + (mixture_place(w, layer) * w.moe.held + expert) * size : nullptr;
 }
 
-inline bool activates_experts_at_once(Work& w) { return w.moe.inner % PANEL == 0 && w.moe.shared_inner % PANEL == 0; }
+inline bool activates_experts_at_once(Work& w, int64_t layer) {
+    const LayerParts& own = w.model.parts[layer];
+    const auto is_whole = [](const Stack& down) {
+        return down.cols % PANEL == 0 && (!takes_codes(down) || PANEL % down.group == 0);
+    };
+    return is_whole(own.experts_down) && is_whole(own.shared_down);
+}
 
 // The i-th panels of gate and of up of a matrix, or without gate its i-th two panels, activated, times shares where there
 // are any: columns of packed `out`, the input of `down`.
 inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens,
-                           const char* next, const float* shares, const Stack& down, float* out) {
-    const float* bias = &stack == &w.moe.gate_up ? gate_up_bias(w, matrix) : nullptr;
+                           const char* next, const float* shares, const Stack& down, const float* bias, float* out) {
     if (!has_gate(w.model))
         return multiply_panels(w, stack, matrix, 2 * i, panels_left(stack, 2 * i), x, Groups(tokens, next),
                                [&](int64_t own, const float* sums) {
@@ -174,13 +176,13 @@ inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t 
 }
 
 // Whether a task of gate and up goes on a panel after it, not two.
-inline bool goes_by_panel(Work& w) { return activates_experts_at_once(w) && has_gate(w.model); }
+inline bool goes_by_panel(Work& w, int64_t layer) { return activates_experts_at_once(w, layer) && has_gate(w.model); }
 
 // -- the stages
 
-// The sigmoid by which the output of the shared experts is multiplied, of a normed token. own: of the layers with experts.
-inline float shared_share(Work& w, int64_t own, const float* x) {
-    const float* gate = w.moe.shared_gate + own * w.model.hidden;
+// The sigmoid by which the output of the shared experts is multiplied, of a normed token.
+inline float shared_share(Work& w, int64_t layer, const float* x) {
+    const float* gate = w.moe.shared_gate + mixture_place(w, layer) * w.model.hidden;
     vec sum = {};
     for (int64_t i = 0; i < w.model.hidden; i += W) {
         const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
@@ -189,17 +191,19 @@ inline float shared_share(Work& w, int64_t own, const float* x) {
     return 1.0f / (1.0f + std::exp(-sum_of(sum)));
 }
 
-inline void norm_tokens(Work& w, const float* weight, int64_t own, Turn added) {
+inline void norm_tokens(Work& w, int64_t layer) {
+    const float* weight = w.model.post_norm + layer * w.model.hidden;
     const int64_t wide = padded(w.model.hidden);
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle(w, added, b);
+        settle(w, turn_before_mlp(w, layer), b);
         const float* from = w.engine.residual + b * w.model.hidden;
         const float factor = norm_factor(from, w.model.hidden, w.model.eps);
         float* to = w.routed.normed + b * wide;
         for (int64_t i = 0; i < w.model.hidden; ++i) to[i] = from[i] * factor * weight[i];
         std::fill(to + w.model.hidden, to + wide, 0.0f);
-        if (w.moe.shared_gate) w.routed.shared_share[b] = shared_share(w, own, to);
-        if (w.moe.shared_inner) pack_token(to, w.routed.packed, w.tokens, b, w.model.hidden);
+        if (w.moe.shared_gate) w.routed.shared_share[b] = shared_share(w, layer, to);
+        if (w.moe.shared_inner)
+            put_input(w.model.parts[layer].shared_gate_up, w.routed.packed, Place(w.tokens, b), to, 0, w.model.hidden);
     });
 }
 
@@ -209,7 +213,7 @@ inline bool chooses_at_once(Work& w) { return w.step.batch <= 4; }
 inline void score_block(Work& w, int64_t layer, int64_t first) {
     const int64_t wide = padded(w.model.hidden), line = w.moe.experts + W,
         count = std::min<int64_t>(W, w.moe.experts - first);
-    const float* router = w.moe.router + (layer * w.moe.experts + first) * w.model.hidden;
+    const float* router = w.moe.router + (mixture_place(w, layer) * w.moe.experts + first) * w.model.hidden;
     for (int64_t b = 0; b < w.step.batch; b += MOST_DOTS) {
         const int64_t tokens = std::min<int64_t>(MOST_DOTS, w.step.batch - b);
         const float* read = is_beside_mlp(w.model) ? w.routed.routed_by : w.routed.normed;
@@ -221,17 +225,16 @@ inline void score_block(Work& w, int64_t layer, int64_t first) {
 
 inline void score_experts(Work& w, int64_t layer) {
     const int64_t blocks = (w.moe.experts + W - 1) / W;
-    const int64_t shared = w.moe.shared_inner ? (panels_of(w.moe.shared_gate_up) + 1) / 2 : 0;
+    const Stack& stack = w.model.parts[layer].shared_gate_up;
+    const int64_t shared = (panels_of(stack) + 1) / 2;
     w.share(blocks + shared, 1, [&](int64_t task) {
         const int64_t own = task - blocks;
-        if (own >= 0 && activates_experts_at_once(w))
-            return active_gate_up(w, w.moe.shared_gate_up, layer, own, w.routed.packed, w.step.batch,
-                                  panels_at(w.moe.shared_gate_up, layer, goes_by_panel(w) ? own + 1 : 2 * own + 2),
-                                  w.moe.shared_gate ? w.routed.shared_share : nullptr, w.moe.shared_down,
-                                  w.routed.shared_inner);
-        if (own >= 0)
-            return raw_gate_up(w, w.moe.shared_gate_up, layer, own * 2, w.routed.packed, w.tokens,
-                               w.routed.shared_gate_up);
+        if (own >= 0 && activates_experts_at_once(w, layer))
+            return active_gate_up(w, stack, 0, own, w.routed.packed, w.step.batch,
+                                  panels_at(stack, 0, goes_by_panel(w, layer) ? own + 1 : 2 * own + 2),
+                                  w.moe.shared_gate ? w.routed.shared_share : nullptr,
+                                  w.model.parts[layer].shared_down, nullptr, w.routed.shared_inner);
+        if (own >= 0) return raw_gate_up(w, stack, 0, own * 2, w.routed.packed, w.tokens, w.routed.shared_gate_up);
         score_block(w, layer, task * W);
         if (!chooses_at_once(w) || w.routed.left.fetch_add(1, std::memory_order_acq_rel) + 1 < blocks) return;
         w.routed.left.store(0, std::memory_order_relaxed);
@@ -249,24 +252,23 @@ inline void choose_experts(Work& w, int64_t layer) {
     });
 }
 
-// bias: of gate [inner], then of up, or null.
-inline void activate_piece(const Gated& gated, const float* gate, const float* bias, int64_t inner, int64_t first,
-                           float share, const Packed& to) {
+// A piece of the input of `down`; bias: of gate [inner], then of up, or null.
+inline void activate_piece(const Gated& gated, const float* gate, const float* bias, const Stack& down, int64_t first,
+                           float share, float* base, const Place& place) {
+    const int64_t inner = down.cols, last = std::min<int64_t>(first + PIECE, inner);
     const float* up = gated.kind == RELU2 ? gate : gate + inner;
-    const int64_t last = std::min<int64_t>(first + 16 * W, inner);
+    float made[PIECE + W];
     for (int64_t i = first; i < last; i += W) {
         const int64_t count = std::min<int64_t>(W, last - i);
         vec own = load_some(gate + i, count), other = load_some(up + i, count);
         if (bias) own += load_some(bias + i, count), other += load_some(bias + inner + i, count);
-        float lanes[W];
-        store(lanes, gated(own, other) * share);
-        for (int64_t j = 0; j < count; ++j) to.put(i + j, lanes[j]);
+        store(made + i - first, gated(own, other) * share);
     }
-    if (last == inner) to.end(inner);
+    put_input(down, base, place, made, first, last - first);
 }
 
 inline void activate_pairs(Work& w, int64_t layer) {
-    constexpr int64_t PIECE = 16 * W;
+    const LayerParts& parts = w.model.parts[layer];
     const int64_t pieces = (w.moe.inner + PIECE - 1) / PIECE, shared = (w.moe.shared_inner + PIECE - 1) / PIECE;
     w.share(num_pairs(w) * pieces + w.step.batch * shared, 4, [&](int64_t task) {
         if (task < num_pairs(w) * pieces) {
@@ -274,56 +276,57 @@ inline void activate_pairs(Work& w, int64_t layer) {
             if (w.routed.span_of[pair] == ELSEWHERE) return;
             const Span& span = w.routed.spans[w.routed.span_of[pair]];
             float* base = w.routed.inner + span.begin * padded(w.moe.inner);
-            const Packed to(base, Groups(span.count), pair - span.begin, w.moe.inner);
-            activate_piece({w.moe.limit, w.moe.alpha, w.model.activation}, w.routed.gate_up + pair * w.moe.gate_up.rows,
-                           gate_up_bias(w, layer * w.moe.held + span.expert), w.moe.inner, task % pieces * PIECE,
-                           w.routed.share_of[pair], to);
+            activate_piece({w.moe.limit, w.moe.alpha, w.model.activation}, w.routed.gate_up + pair * parts.experts_gate_up.rows,
+                           expert_bias(w, w.moe.gate_up_bias, layer, span.expert, 2 * w.moe.inner), parts.experts_down,
+                           task % pieces * PIECE, w.routed.share_of[pair], base,
+                           Place(Groups(span.count), pair - span.begin));
         } else {
             const int64_t rest = task - num_pairs(w) * pieces, b = rest / shared;
-            const Packed to(w.routed.shared_inner, w.tokens, b, w.moe.shared_inner);
-            const float* gate = w.routed.shared_gate_up + b * w.moe.shared_gate_up.rows;
-            activate_piece({0.0f, 0.0f, w.model.activation}, gate, nullptr, w.moe.shared_inner, rest % shared * PIECE,
-                           w.moe.shared_gate ? w.routed.shared_share[b] : 1.0f, to);
+            const float* gate = w.routed.shared_gate_up + b * parts.shared_gate_up.rows;
+            activate_piece({0.0f, 0.0f, w.model.activation}, gate, nullptr, parts.shared_down, rest % shared * PIECE,
+                           w.moe.shared_gate ? w.routed.shared_share[b] : 1.0f, w.routed.shared_inner,
+                           Place(w.tokens, b));
         }
     });
 }
 
 // Panels of a task of the down product, and the first one of a thread's own tasks.
-inline int64_t down_at_once(Work& w) { return panels_of(w.moe.down) >= 4 * w.pool.size() ? 2 : 1; }
-inline int64_t first_down(Work& w, int64_t thread) {
-    const int64_t tasks = (panels_of(w.moe.down) + down_at_once(w) - 1) / down_at_once(w);
-    return tasks * thread / w.pool.size() * down_at_once(w);
+inline int64_t down_at_once(Work& w, const Stack& down) { return panels_of(down) >= 4 * w.pool.size() ? 2 : 1; }
+inline int64_t first_down(Work& w, const Stack& down, int64_t thread) {
+    const int64_t at_once = down_at_once(w, down), tasks = (panels_of(down) + at_once - 1) / at_once;
+    return tasks * thread / w.pool.size() * at_once;
 }
 
 inline void expand_experts(Work& w, int64_t layer) {
-    const int64_t tasks = (panels_of(w.moe.gate_up) + 1) / 2, all = w.routed.num_spans * tasks,
+    const Stack &gate_up = w.model.parts[layer].experts_gate_up, &down = w.model.parts[layer].experts_down;
+    const int64_t tasks = (panels_of(gate_up) + 1) / 2, all = w.routed.num_spans * tasks,
         wide = padded(w.model.hidden);
-    const bool is_whole = activates_experts_at_once(w), by_panel = goes_by_panel(w);
-    const int64_t own_last = all * (w.thread + 1) / w.pool.size() - 1, panel = first_down(w, w.thread);
-    int64_t held = -1;  // the span whose tokens this thread has packed
+    const bool is_whole = activates_experts_at_once(w, layer), by_panel = goes_by_panel(w, layer);
+    const int64_t own_last = all * (w.thread + 1) / w.pool.size() - 1, panel = first_down(w, down, w.thread);
+    int64_t held = -1;  // the span, or of a span of one the token behind all spans, that this thread has packed
     w.share(all, 1, [&](int64_t task) {
         const int64_t place = task / tasks, i = task % tasks;
         const Span& span = w.routed.spans[place];
-        const char* next = panels_at(w.moe.gate_up, layer * w.moe.held + span.expert, by_panel ? i + 1 : 2 * i + 2);
-        if (task == own_last) next = panels_at(w.moe.down, layer * w.moe.held + w.routed.spans[0].expert, panel);
-        else if (i + 1 == tasks && task + 1 < all)
-            next = panels_at(w.moe.gate_up, layer * w.moe.held + w.routed.spans[place + 1].expert, 0);
+        const char* next = panels_at(gate_up, span.expert, by_panel ? i + 1 : 2 * i + 2);
+        if (task == own_last) next = panels_at(down, w.routed.spans[0].expert, panel);
+        else if (i + 1 == tasks && task + 1 < all) next = panels_at(gate_up, w.routed.spans[place + 1].expert, 0);
         const float* x = w.routed.normed + w.routed.token[span.begin] * wide;  // one token is packed as it lies
-        if (span.count > 1) {
+        if (span.count > 1 || takes_codes(gate_up)) {
+            const int64_t packed = span.count > 1 ? place : w.routed.num_spans + w.routed.token[span.begin];
             x = w.routed.own[w.thread];
-            const Groups groups(span.count);
-            for (int64_t t = 0; t < span.count && held != place; ++t)
-                pack_token(w.routed.normed + w.routed.token[span.begin + t] * wide, w.routed.own[w.thread], groups, t,
-                           w.model.hidden);
-            held = place;
+            Place to(Groups(span.count), 0);
+            for (int64_t t = 0; t < span.count && held != packed; ++t, to.next())
+                put_input(gate_up, w.routed.own[w.thread], to,
+                          w.routed.normed + w.routed.token[span.begin + t] * wide, 0, w.model.hidden);
+            held = packed;
         }
-        const int64_t matrix = layer * w.moe.held + span.expert;
         if (is_whole)
-            return active_gate_up(w, w.moe.gate_up, matrix, i, x, span.count, next,
-                                  w.routed.share_of.data() + span.begin,
-                                  w.moe.down, w.routed.inner + span.begin * padded(w.moe.inner));
-        raw_gate_up(w, w.moe.gate_up, matrix, i * 2, x, Groups(span.count, next),
-                    w.routed.gate_up + span.begin * w.moe.gate_up.rows);
+            return active_gate_up(w, gate_up, span.expert, i, x, span.count, next,
+                                  w.routed.share_of.data() + span.begin, down,
+                                  expert_bias(w, w.moe.gate_up_bias, layer, span.expert, 2 * w.moe.inner),
+                                  w.routed.inner + span.begin * padded(w.moe.inner));
+        raw_gate_up(w, gate_up, span.expert, i * 2, x, Groups(span.count, next),
+                    w.routed.gate_up + span.begin * gate_up.rows);
     });
 }
 
@@ -338,8 +341,9 @@ inline void add_panel(Work& w, int64_t layer, Turn turn, const float* sums, int6
             const float* own = sums + pair * PANEL;
             for (int i = 0; i < PANEL; ++i) total[i] += own[i];
             if (!w.moe.down_bias) continue;
-            const int64_t matrix = layer * w.moe.held + w.routed.spans[w.routed.span_of[pair]].expert;
-            const float *bias = w.moe.down_bias + matrix * w.model.hidden + first, share = w.routed.share_of[pair];
+            const int64_t expert = w.routed.spans[w.routed.span_of[pair]].expert;
+            const float *bias = expert_bias(w, w.moe.down_bias, layer, expert, w.model.hidden) + first,
+                        share = w.routed.share_of[pair];
             for (int64_t i = 0; i < rows; ++i) total[i] += bias[i] * share;
         }
         const float* shared = sums + (num_pairs(w) + b) * PANEL;
@@ -353,8 +357,9 @@ inline void add_panel(Work& w, int64_t layer, Turn turn, const float* sums, int6
     }
 }
 
-inline void add_up_experts(Work& w, int64_t layer, Turn turn) {
-    const int64_t panels = panels_of(w.moe.down), at_once = down_at_once(w);
+inline void add_up_experts(Work& w, int64_t layer) {
+    const Stack& down = w.model.parts[layer].experts_down;
+    const int64_t panels = panels_of(down), at_once = down_at_once(w, down);
     // of a panel: those of the pairs, then those of the shared experts
     const int64_t lines = num_pairs(w) + w.step.batch;
     float* own = w.routed.sums[w.thread];
@@ -368,15 +373,16 @@ inline void add_up_experts(Work& w, int64_t layer, Turn turn) {
         for (int64_t i = 0; i < w.routed.num_spans; ++i) {
             const Span& span = w.routed.spans[i];
             const bool is_last = i + 1 == w.routed.num_spans;  // then come the next panels of the first
-            const int64_t next = layer * w.moe.held + w.routed.spans[is_last ? 0 : i + 1].expert;
-            const Groups groups(span.count, panels_at(w.moe.down, next, first + (is_last ? count : 0)));
-            multiply_panels(w, w.moe.down, layer * w.moe.held + span.expert, first, count,
-                     w.routed.inner + span.begin * padded(w.moe.inner), groups, keep(span.begin, span.count));
+            const int64_t next = w.routed.spans[is_last ? 0 : i + 1].expert;
+            const Groups groups(span.count, panels_at(down, next, first + (is_last ? count : 0)));
+            multiply_panels(w, down, span.expert, first, count, w.routed.inner + span.begin * padded(w.moe.inner), groups,
+                            keep(span.begin, span.count));
         }
         if (w.moe.shared_inner)
-            multiply_panels(w, w.moe.shared_down, layer, first, count, w.routed.shared_inner, w.tokens,
+            multiply_panels(w, w.model.parts[layer].shared_down, 0, first, count, w.routed.shared_inner, w.tokens,
                             keep(num_pairs(w), w.step.batch));
-        for (int64_t i = 0; i < count; ++i) add_panel(w, layer, turn, own + i * lines * PANEL, (first + i) * PANEL);
+        for (int64_t i = 0; i < count; ++i)
+            add_panel(w, layer, turn_of(w, layer, AFTER_MLP), own + i * lines * PANEL, (first + i) * PANEL);
     });
 }
 
@@ -410,21 +416,18 @@ inline void add_beside(Work& w, int64_t layer) {
 }
 
 // Whether a stage has no task in this step; it then has no barrier either.
-inline bool is_mixture_stage_empty(Work& w, int64_t stage) {
-    return (stage == 2 && chooses_at_once(w)) || (stage == 4 && activates_experts_at_once(w));
+inline bool is_mixture_stage_empty(Work& w, int64_t layer, int64_t stage) {
+    return (stage == 2 && chooses_at_once(w)) || (stage == 4 && activates_experts_at_once(w, layer));
 }
 
 inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
-    const int64_t own = w.model.mlp_places[layer];
     switch (stage) {
-        case 0: return is_beside_mlp(w.model) ? norm_beside(w, layer)
-                                              : norm_tokens(w, w.model.post_norm + layer * w.model.hidden, own,
-                                                            turn_before_mlp(w, layer));
-        case 1: return score_experts(w, own);
-        case 2: return choose_experts(w, own);
-        case 3: return expand_experts(w, own);
-        case 4: return activate_pairs(w, own);
-        default: return add_up_experts(w, own, turn_of(w, layer, AFTER_MLP));
+        case 0: return is_beside_mlp(w.model) ? norm_beside(w, layer) : norm_tokens(w, layer);
+        case 1: return score_experts(w, layer);
+        case 2: return choose_experts(w, layer);
+        case 3: return expand_experts(w, layer);
+        case 4: return activate_pairs(w, layer);
+        default: return add_up_experts(w, layer);
     }
 }
 

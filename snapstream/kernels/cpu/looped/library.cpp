@@ -11,7 +11,7 @@ namespace {
 int64_t widest_input(const Model& model) {  // of a product that all tokens of a step go through
     const Latent& latent = model.latent;
     return std::max({model.hidden, model.inner, model.heads * model.head_dim, model.heads * latent.value_dim,
-                     latent.q_rank, model.recurrent.out.cols});
+                     latent.q_rank, model.recurrent.mixed});
 }
 
 // Columns of a product's input that are kept until all heads have made theirs; 0: a head's are packed at once.
@@ -25,17 +25,18 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     const int64_t parts = batch * model.heads * parts_of(rows), own = scratch_floats(model, batch);
     residual = cut(batch * model.hidden);
     const bool both = model.mixers[0] == BOTH;  // as all layers are
-    int64_t projected = both ? 0 : model.recurrent.in.rows, whole = whole_input(model.recurrent.out, model.recurrent.key_heads);
+    int64_t projected = both ? 0 : model.recurrent.projected, whole = 0;
     int64_t expanded = 2 * model.per_layer_dim, widest = widest_input(model);
     for (int64_t layer = 0; layer < model.layers; ++layer) {
         const LayerParts& parts = model.parts[layer];
         projected = std::max(projected, head_numbers(parts));
         widest = std::max(widest, parts.qkv_rest.rows ? 2 * model.hidden : 0);
         expanded = std::max(expanded, parts.gate_up.rows);
-        whole = std::max(whole, whole_input(parts.o, parts.kv_heads));
+        whole = std::max({whole, whole_input(parts.o, parts.kv_heads),
+                          whole_input(parts.recurrent_out, model.recurrent.key_heads)});
     }
     heads = cut(batch * projected);
-    mixed = both ? cut(batch * model.recurrent.in.rows) : heads;
+    mixed = both ? cut(batch * model.recurrent.projected) : heads;
     gate_up = cut(batch * expanded);
     packed = cut(batch * padded(widest));
     angles = cut((model.window_frequencies ? 2 : 1) * batch * model.head_dim);

@@ -88,7 +88,7 @@ inline void convolve_entries(Work& w, int64_t layer) {
             const int64_t some = std::min<int64_t>(W, end - at);
             float copy[MOST_TAPS * W];
             for (int64_t b = first; b == first || (b < w.step.batch && ahead_of(w, b)); ++b) {
-                float* x = w.engine.mixed + b * own.in.rows + conv_offset(own) + at;
+                float* x = w.engine.mixed + b * own.projected + conv_offset(own) + at;
                 vec in = load_some(x, some);
                 if (!own.value_heads) in = load_some(x - 2 * own.channels, some) * in;
                 if (b == first + 1)
@@ -101,7 +101,7 @@ inline void convolve_entries(Work& w, int64_t layer) {
         }
         if (begin || !own.skip) return;
         for (int64_t b = first; goes_on(w, b); ++b) {
-            const float* steps = w.engine.mixed + (b + 1) * own.in.rows + conv_offset(own) + own.channels;
+            const float* steps = w.engine.mixed + (b + 1) * own.projected + conv_offset(own) + own.channels;
             std::copy(steps, steps + own.value_heads, kept_of_draft(w, layer, b + 1) + own.channels);
         }
     });
@@ -113,8 +113,8 @@ inline void short_conv(Work& w, int64_t layer) {
     const Recurrent& own = w.model.recurrent;
     const int64_t size = own.channels;
     if (w.step.ahead) convolve_entries(w, layer);
-    make_input(w, own.out, [&](int64_t b, int64_t first, int64_t count, float* out) {
-        const float *gate = w.engine.mixed + b * own.in.rows, *out_gate = gate + size, *x = out_gate + size;
+    make_input(w, w.model.parts[layer].recurrent_out, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        const float *gate = w.engine.mixed + b * own.projected, *out_gate = gate + size, *x = out_gate + size;
         float* state = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * size);
         for (int64_t i = 0; i < count; i += W) {
             const int64_t some = std::min<int64_t>(W, count - i), at = first + i;
@@ -208,7 +208,7 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), keys = own.key_dim, values = own.value_dim, hidden = w.model.hidden;
     const int64_t each = own.value_heads / own.key_heads, all_keys = own.key_heads * keys;
-    const float* x = w.engine.mixed + b * own.in.rows;
+    const float* x = w.engine.mixed + b * own.projected;
     float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
     float *q = w.scratch, *k = q + keys, *v = k + keys, *out = v + each * values;
     const auto channels = [&](int64_t first, int64_t count, float* to) {
@@ -252,7 +252,7 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
         for (int64_t j = 0; j < values; ++j)
             found[j] *= factor * norm[j] * ((rank ? 1.0f : z[j]) / (1.0f + std::exp(-z[j])));
     }
-    pack_heads(w, own.out, b, head, own.key_heads, out);
+    pack_heads(w, w.model.parts[layer].recurrent_out, b, head, own.key_heads, out);
 }
 
 // Columns [first, first + W) of a head's state S [states, size], or `some` of them: S <- decay S + b x^T, out = S^T c.
@@ -282,13 +282,13 @@ inline vec scan_columns(float* state, int64_t states, int64_t size, const float*
 inline void finish_scan(Work& w, int64_t layer, int64_t b) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), inner = own.value_heads * own.value_dim, each = inner / own.key_heads;
-    float *z = w.engine.mixed + b * own.in.rows, *found = z + inner;
+    float *z = w.engine.mixed + b * own.projected, *found = z + inner;
     for (int64_t j = 0; j < inner; ++j) found[j] *= z[j] / (1.0f + std::exp(-z[j]));
     for (int64_t first = 0; own.norm && first < inner; first += each) {
         const float factor = norm_factor(found + first, each, w.model.eps), *norm = own.norm + place * inner;
         for (int64_t j = first; j < first + each; ++j) z[j] = found[j] * factor * norm[j];
     }
-    put_input(own.out, w.engine.packed, Place(w.tokens, b), own.norm ? z : found, 0, inner);
+    put_input(w.model.parts[layer].recurrent_out, w.engine.packed, Place(w.tokens, b), own.norm ? z : found, 0, inner);
     if (w.step.ahead) return;
     float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
     for (int64_t i = 0; i + 1 < own.kernel; ++i) {
@@ -305,7 +305,7 @@ inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head, float* st
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), states = own.key_dim, size = own.value_dim, heads = own.value_heads;
     const int64_t inner = heads * size, group = head / (heads / own.key_heads), at = place * heads + head;
-    float* x = w.engine.mixed + b * own.in.rows + inner;
+    float* x = w.engine.mixed + b * own.projected + inner;
     const float* taps = own.taps + place * own.kernel * own.channels;
     const float* bias = own.conv_bias ? own.conv_bias + place * own.channels : nullptr;
     float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
@@ -438,10 +438,12 @@ inline void accept_drafts(Work& w, const int64_t* counts) {
 
 inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
     const Recurrent& own = w.model.recurrent;
-    const int64_t place = place_of(w, layer);
+    const LayerParts& parts = w.model.parts[layer];
+    const auto bias_of = [&](const float* all, int64_t rows) { return all ? all + place_of(w, layer) * rows : nullptr; };
     switch (stage) {
-        case 0: return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.in, turn_before(w, layer));
-        case 1: return project(w, own.in, place, own.in_bias, w.engine.mixed, nullptr, 1.0f, own.in_scales);
+        case 0: return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), parts.recurrent_in, turn_before(w, layer));
+        case 1: return project(w, parts.recurrent_in, bias_of(own.in_bias, own.projected), w.engine.mixed, nullptr, 1.0f,
+                               own.in_scales);
         case 2:
             if (!own.value_heads) return short_conv(w, layer);
             if (own.skip)
@@ -452,7 +454,8 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
                 delta_head(w, layer, b, head, memory);
             });
         default:
-            return add_product(w, own.out, place, own.out_bias, turn_of(w, layer, AFTER_ATTENTION), own.out_multiplier);
+            return add_product(w, parts.recurrent_out, bias_of(own.out_bias, w.model.hidden),
+                               turn_of(w, layer, AFTER_ATTENTION), own.out_multiplier);
     }
 }
 

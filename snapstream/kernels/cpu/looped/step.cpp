@@ -109,7 +109,7 @@ void head_stage(Work& w) {
     Likeliest* best = &w.engine.likeliest[w.thread * w.engine.max_batch];
     const int64_t before = w.ranks.rank * w.model.head.rows;  // tokens of the ranks before this one
     for (int64_t b = 0; b < w.step.batch; ++b) best[b] = {-std::numeric_limits<float>::infinity(), true, 0};
-    product(w, w.model.head, 0, w.engine.packed, [&](int64_t line, int64_t lines, const float* sums) {
+    product(w, w.model.head, w.engine.packed, [&](int64_t line, int64_t lines, const float* sums) {
         // then come lines of no token
         const int64_t first = before + line, count = std::min(lines, w.model.vocab - first);
         if (count <= 0) return;
@@ -167,7 +167,7 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
         case 1: return project_heads(w, own);
         case 2: return attend_rows(w, layer);
         default:
-            return add_product(w, own.o, 0, own.o_bias, turn_of(w, layer, AFTER_ATTENTION), w.model.attention_multiplier);
+            return add_product(w, own.o, own.o_bias, turn_of(w, layer, AFTER_ATTENTION), w.model.attention_multiplier);
     }
 }
 
@@ -177,34 +177,33 @@ void both_stage(Work& w, int64_t layer, int64_t stage) {
     attention_stage(w, layer, stage);
     if (stage == 0) return;
     w.end_part();
-    if (stage == 1) pack_normed(w, norm_of_layer(w, w.model.input_norm, layer), w.model.recurrent.in);
+    if (stage == 1) pack_normed(w, norm_of_layer(w, w.model.input_norm, layer), w.model.parts[layer].recurrent_in);
     else attention_stage(w, layer, 3);
     w.end_part();
     recurrent_stage(w, layer, stage);
 }
 
 void latent_stage(Work& w, int64_t layer, int64_t stage) {
-    const Latent& own = w.latent;
-    const int64_t place = place_of(w, layer);
-    if (!own.q_rank && stage > 2) stage += 2;
+    const LayerParts& own = w.model.parts[layer];
+    const bool is_direct = !w.latent.q_rank;
+    if (is_direct && stage > 2) stage += 2;
     switch (stage) {
         case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, turn_before(w, layer));
-        case 1: return project(w, own.kv_a, place, nullptr, w.absorbed.kept);
-        case 2: return own.q_rank ? project(w, own.q_a, place, nullptr, w.absorbed.narrow)
-                                  : project(w, own.q, place, nullptr, w.absorbed.wide);
+        case 1: return project(w, own.kv_a, nullptr, w.absorbed.kept);
+        case 2: return is_direct ? project(w, own.q, nullptr, w.absorbed.wide) : project(w, own.q_a, nullptr, w.absorbed.narrow);
         case 3: return norm_narrow(w, layer);
-        case 4: return project(w, own.q, place, nullptr, w.absorbed.wide);
+        case 4: return project(w, own.q, nullptr, w.absorbed.wide);
         case 5: return absorb(w, layer);
         case 6: return attend_latents(w, layer);
         case 7: return expand_values(w, layer);
-        default: return add_product(w, w.model.parts[layer].o, 0, nullptr, AFTER_ATTENTION);
+        default: return add_product(w, own.o, nullptr, AFTER_ATTENTION);
     }
 }
 
 void mlp_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& own = w.model.parts[layer];
     const float* packed = activates_at_once(w, layer) ? w.engine.gate_up : w.engine.packed;
-    if (stage == 3 && is_beside_mlp(w.model)) return project(w, own.down, 0, own.down_bias, w.engine.beside, packed);
+    if (stage == 3 && is_beside_mlp(w.model)) return project(w, own.down, own.down_bias, w.engine.beside, packed);
     switch (stage) {
         case 0:
             return norm_input(w, norm_of_layer(w, w.model.is_parallel ? w.model.input_norm : w.model.post_norm, layer),
@@ -213,7 +212,7 @@ void mlp_stage(Work& w, int64_t layer, int64_t stage) {
         case 1: return expand_tokens(w, layer);
         case 2: return activate_mlp(w, layer);
         default:
-            return add_product(w, own.down, 0, own.down_bias, turn_of(w, layer, AFTER_MLP), w.model.mlp_multiplier,
+            return add_product(w, own.down, own.down_bias, turn_of(w, layer, AFTER_MLP), w.model.mlp_multiplier,
                                packed);
     }
 }
@@ -228,9 +227,9 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
         case 0:
             return norm_input(w, nullptr, own.per_layer_gate, AFTER_MLP, norm_of_layer(w, w.model.mlp_out_norm, layer));
         case 1:
-            project(w, own.per_layer_gate, 0, nullptr, gates);
+            project(w, own.per_layer_gate, nullptr, gates);
             w.end_part();
-            return project(w, own.per_layer_in, 0, nullptr, embedded, w.engine.embedded,
+            return project(w, own.per_layer_in, nullptr, embedded, w.engine.embedded,
                            1.0f / std::sqrt(static_cast<float>(w.model.hidden)));
         case 2:
             w.share(w.step.batch, 1, [&](int64_t b) {
@@ -248,7 +247,7 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
                     store(out + i, gated(load_some(gates + at, some), load_some(embedded + at, some)));
                 }
             });
-        default: return add_product(w, own.per_layer_out, 0, nullptr, AFTER_MLP);
+        default: return add_product(w, own.per_layer_out, nullptr, AFTER_MLP);
     }
 }
 
@@ -278,8 +277,8 @@ bool is_empty(Work& w, int64_t stage) {
     if (own >= last) return false;
     if (w.model.mlps[layer] == NO_MLP) return true;
     if (is_beside_mlp(w.model) && own >= MLP_STAGES)
-        return own + 1 < last && is_mixture_stage_empty(w, own - MLP_STAGES);
-    if (w.model.mlps[layer] == EXPERTS && !is_beside_mlp(w.model)) return is_mixture_stage_empty(w, own);
+        return own + 1 < last && is_mixture_stage_empty(w, layer, own - MLP_STAGES);
+    if (w.model.mlps[layer] == EXPERTS && !is_beside_mlp(w.model)) return is_mixture_stage_empty(w, layer, own);
     return own > 3 || (own == 2 && activates_at_once(w, layer));
 }
 

@@ -122,14 +122,14 @@ inline const Stack* rest_of(const LayerParts& parts) { return parts.qkv_rest.row
 inline int64_t head_numbers(const LayerParts& parts) { return parts.qkv.rows + parts.qkv_rest.rows; }
 
 template <class Emit>  // emit(first row, rows, sums [B][32]); rest: rows after those of the stack, or null
-void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Emit emit, const Stack* rest = nullptr) {
+void product(Work& w, const Stack& stack, const float* packed, Emit emit, const Stack* rest = nullptr) {
     const int64_t at_once = w.step.batch <= PAIR_TOKENS ? 2 : 1, tasks = (panels_of(stack) + at_once - 1) / at_once;
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (at_once * stack.panel_bytes));
     const auto multiply = [&](const Stack& own, int64_t task, const float* input, int64_t before) {
         const int64_t panel = task * at_once, count = std::min(at_once, panels_of(own) - panel);
         const Products products = products_with(own);
         (count == 2 ? products.of_two : products.of_one)(
-            own, own.data + layer * own.layer_bytes + panel * own.panel_bytes, input, w.tokens, w.scratch);
+            own, own.data + panel * own.panel_bytes, input, w.tokens, w.scratch);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t first = (panel + i) * PANEL, rows = std::min<int64_t>(PANEL, own.rows - first);
             emit(before + first, rows, w.scratch + i * w.step.batch * PANEL);
@@ -144,21 +144,20 @@ void product(Work& w, const Stack& stack, int64_t layer, const float* packed, Em
 
 // To out [B, rows], times `multiplier`, or each row times its own of `scales`; packed: the input, null for what the
 // previous stage packed.
-inline void project(Work& w, const Stack& stack, int64_t layer, const float* bias, float* out,
+inline void project(Work& w, const Stack& stack, const float* bias, float* out,
                     const float* packed = nullptr, float multiplier = 1.0f, const float* scales = nullptr) {
-    const float* own = bias ? bias + layer * stack.rows : nullptr;
-    product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
+    product(w, stack, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
             for (int64_t i = 0; i < count; ++i)
                 out[b * stack.rows + first + i] =
-                    (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * (scales ? scales[first + i] : multiplier);
+                    (sums[b * PANEL + i] + (bias ? bias[first + i] : 0.0f)) * (scales ? scales[first + i] : multiplier);
     });
 }
 
 // Queries, keys and values of a layer: heads [B, qkv and its rest].
 inline void project_heads(Work& w, const LayerParts& own) {
     const int64_t rows = head_numbers(own);
-    product(w, own.qkv, 0, nullptr, [&](int64_t first, int64_t count, const float* sums) {
+    product(w, own.qkv, nullptr, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
             for (int64_t i = 0; i < count; ++i)
                 w.engine.heads[b * rows + first + i] =
@@ -167,19 +166,18 @@ inline void project_heads(Work& w, const LayerParts& own) {
 }
 
 // Times `share` to the residual stream, or to where `settle` takes it from.
-inline void add_product(Work& w, const Stack& stack, int64_t layer, const float* bias, Turn turn, float share = 1.0f,
+inline void add_product(Work& w, const Stack& stack, const float* bias, Turn turn, float share = 1.0f,
                         const float* packed = nullptr) {
     const float multiplier = w.model.residual_multiplier * share;
-    if (!w.ranks.is_alone()) return project(w, stack, layer, bias, own_part(w, turn), packed, multiplier);
-    if (w.model.attention_out_norm) return project(w, stack, layer, bias, w.engine.outputs, packed);
+    if (!w.ranks.is_alone()) return project(w, stack, bias, own_part(w, turn), packed, multiplier);
+    if (w.model.attention_out_norm) return project(w, stack, bias, w.engine.outputs, packed);
     if (w.model.is_parallel && turn == AFTER_ATTENTION)
-        return project(w, stack, layer, bias, w.engine.outputs, packed, multiplier);
-    const float* own = bias ? bias + layer * stack.rows : nullptr;
-    product(w, stack, layer, packed, [&](int64_t first, int64_t count, const float* sums) {
+        return project(w, stack, bias, w.engine.outputs, packed, multiplier);
+    product(w, stack, packed, [&](int64_t first, int64_t count, const float* sums) {
         for (int64_t b = 0; b < w.step.batch; ++b)
             for (int64_t i = 0; i < count; ++i)
                 w.engine.residual[b * stack.rows + first + i] +=
-                    (sums[b * PANEL + i] + (own ? own[first + i] : 0.0f)) * multiplier;
+                    (sums[b * PANEL + i] + (bias ? bias[first + i] : 0.0f)) * multiplier;
     });
 }
 
@@ -300,9 +298,9 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, const 
 inline void expand_tokens(Work& w, int64_t layer) {
     const LayerParts& own = w.model.parts[layer];
     const Stack& stack = own.gate_up;
-    if (!activates_at_once(w, layer)) return project(w, stack, 0, own.gate_up_bias, w.engine.gate_up);
+    if (!activates_at_once(w, layer)) return project(w, stack, own.gate_up_bias, w.engine.gate_up);
     if (!has_gate(w.model))
-        return product(w, stack, 0, nullptr, [&](int64_t first, int64_t, const float* sums) {
+        return product(w, stack, nullptr, [&](int64_t first, int64_t, const float* sums) {
             activate_panel(w, own.down, own.gate_up_bias, sums, first, w.step.batch, nullptr, w.engine.gate_up);
         });
     const char* data = stack.data;
