@@ -66,18 +66,22 @@ def why_not_rounded_inputs(model: ModelConfig, formats: WeightFormats, *, dtype:
     Only the native library gains by it; eager decode rounds wherever the library could, so that both give the same
     tokens.
     """
-    if not formats.layers.is_quantized or formats.layers.is_fp8:
+    if not formats.layers.is_quantized or formats.layers.is_fp8 or formats.layers.is_mxfp4:
         return f"weights are {formats.describe()}; integer products need int8 or int4"
-    return why_not_bf16_inputs(model, dtype=dtype, device=device)
+    return _why_not_latents(model) or why_not_looped(model, dtype=dtype, device=device)
 
 
 def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str | None:
     """The same for bf16 weights."""
     if model.moe is not None:
         return f"{model.architecture} has experts, whose products take inputs in dtype"
-    if model.latent is not None:
-        return f"{model.architecture} keeps latents, whose products take inputs in dtype"
-    return why_not_looped(model, dtype=dtype, device=device)
+    return _why_not_latents(model) or why_not_looped(model, dtype=dtype, device=device)
+
+
+def _why_not_latents(model: ModelConfig) -> str | None:
+    if model.latent is None:
+        return None
+    return f"{model.architecture} keeps latents, whose products take inputs in dtype"
 
 
 # Workspace of the native library, by the rule of library.cpp and sample.cpp: per batch entry the numbers of every

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Self, cast
 
 import torch
@@ -116,7 +117,7 @@ class Matrix:
         does in prefill; None: as they are.
         """
         other = copy(self)
-        other._rounding = None if dtype is None else (dtype, group)
+        other._rounding, other.form = None if dtype is None else (dtype, group), replace(self.form, rounds_inputs=False)
         return other
 
     def fill(self, numbers: Tensor) -> None:

@@ -142,8 +142,12 @@ class PanelMatrix(Matrix):
     def swiglu_grouped(
         self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS
     ) -> Tensor:
-        """One native call if gate and up are whole panels."""
-        if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL or down._inputs == "int8":
+        """One native call if gate and up are whole panels, which are whole groups of ``down`` where it takes int8."""
+        if (
+            not isinstance(down, PanelMatrix)
+            or down.shape[-1] % PANEL
+            or (down._inputs == "int8" and PANEL % down.form.group)
+        ):
             return super().swiglu_grouped(down, x, pairs, kernels, parts)
         return prompt.swiglu_grouped(self.library, (self._prefill_stack, down._prefill_stack), x, pairs, parts)
 
