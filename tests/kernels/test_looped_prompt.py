@@ -449,8 +449,10 @@ def experts_of(form: WeightFormat, rows: int, cols: int, inputs: Inputs, instruc
     return stack[0]
 
 
-@pytest.mark.parametrize("form", [*FORMS, WeightFormat(dtype="fp8")], ids=lambda form: str(form.dtype))
-@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize(
+    "form", [*FORMS, WeightFormat(dtype="fp8"), WeightFormat(dtype="int8", group=16)], ids=WeightFormat.describe
+)
+@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8"])
 @pytest.mark.parametrize(("tokens", "inner", "elsewhere"), [(1, 64, 0), (50, 96, 0), (31, 64, 3), (9, 48, 0)])
 def test_experts_are_those_of_plain_calls(
     form: WeightFormat, inputs: Inputs, tokens: int, inner: int, elsewhere: int
