@@ -7,11 +7,13 @@ home folder, not on chance and not on seconds.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from snapstream.kernels.cpu.looped import build
 from tests.kernels.triton import interpreter
 
 interpreter.switch_on()
@@ -36,7 +38,7 @@ SLOW = (
     "server/test_failures.py", "server/test_serve.py", "unit/benchmarks/test_gpu_suite.py", "unit/exec/test_memory.py",
     "unit/test_accuracy_docs.py",
 )  # fmt: skip
-# Of the architectures, those with which tests of parity are quick ones: each kind of layer, and the common ones.
+# Of the architectures, those with which tests are quick ones: each kind of layer, and the common ones.
 QUICK = {
     "llama-gqa-tied", "qwen3", "qwen3-moe", "mistral-window", "gemma3", "gemma4-shared", "gpt-oss", "lfm2", "qwen3.5",
     "granite-hybrid", "deepseek-v3", "kimi-linear",
@@ -45,26 +47,28 @@ COMPILED = ("SNAPSTREAM_CACHE", "TRITON_CACHE_DIR")  # folders of compiled code
 
 
 def pytest_configure() -> None:
-    """One thread per process, also without the Makefile: sums are added in the same order on every machine."""
+    """One thread per process, also without the Makefile: sums are added in the same order on every machine.
+
+    Of the libraries of looped steps the best one is compiled as it ships, the portable one in half the time.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
         torch.set_num_threads(1)
+    if build.instruction_sets()[0] != "portable":
+        build.FLAGS_OF_SET["portable"] += ("-O1",)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in ``SLOW``, and tests of parity with an architecture that is not in ``QUICK``."""
+    """Marks what is in ``SLOW``, and tests with an architecture that is not in ``QUICK``."""
     slow = [Path(__file__).parent / name for name in SLOW]
     files = {path for path in {item.path for item in items} if not {path, *path.parents}.isdisjoint(slow)}
-    parity = Path(__file__).parent / "parity"
     others: set[str] = set()
-    if any(parity in path.parents for path in {item.path for item in items}):
-        from tests.parity.checkpoints import ARCHITECTURES  # its tests have loaded it
-
-        assert ARCHITECTURES.keys() >= QUICK
-        others = ARCHITECTURES.keys() - QUICK
+    if checkpoints := sys.modules.get("tests.parity.checkpoints"):  # where a test that was collected has loaded it
+        assert checkpoints.ARCHITECTURES.keys() >= QUICK
+        others = checkpoints.ARCHITECTURES.keys() - QUICK
     for item in items:
         spec = getattr(item, "callspec", None)
-        params = spec.params.values() if spec and parity in item.path.parents else ()
+        params = spec.params.values() if spec else ()
         if item.path in files or any(isinstance(param, str) and param in others for param in params):
             item.add_marker(pytest.mark.slow)
 

@@ -10,7 +10,12 @@ import asyncio
 import time
 from collections.abc import Callable
 
+import httpx
+
 HANG_S = 300.0
+# For requests of any thread, a connection each. ``httpx.get`` makes a client every time, which
+# reads all certificates: 40 ms of a processor, often more than the answer takes.
+HTTP = httpx.Client(timeout=HANG_S, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def until(holds: Callable[[], object], limit_s: float = HANG_S) -> None:

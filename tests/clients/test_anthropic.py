@@ -13,7 +13,7 @@ from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
 from snapstream.types import SamplingParams
 from tests.clients.scripted import call, scripted_server
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, HTTP
 
 anthropic: Any = pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
 
@@ -157,5 +157,5 @@ def test_the_bare_requests_of_an_agent(server: ServerProcess) -> None:
     assert httpx.head(f"{server.url}/", timeout=HANG_S).status_code < 500
     headers = {"Authorization": "Bearer none", "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
     body = {"model": "tiny", "max_tokens": 3, "messages": HI}
-    done = httpx.post(f"{server.url}/v1/messages?beta=true", json=body, headers=headers, timeout=HANG_S)
+    done = HTTP.post(f"{server.url}/v1/messages?beta=true", json=body, headers=headers, timeout=HANG_S)
     assert done.status_code == 200 and done.json()["type"] == "message"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from benchmarks.server_process import ServerProcess
 from snapstream.llm import LLM
 from snapstream.types import SamplingParams
-from tests.waiting import HANG_S, until, until_async
+from tests.waiting import HANG_S, HTTP, until, until_async
 
 HI: Any = [{"role": "user", "content": "hi"}]
 PROMPTS = ["Once upon a time", "The report was signed by", "word " * 900, "A"]
@@ -27,7 +26,7 @@ def client(server: ServerProcess, **options: Any) -> openai.OpenAI:
 def gauges(server: ServerProcess) -> dict[str, float]:
     lines = [
         line
-        for line in httpx.get(f"{server.url}/metrics", timeout=HANG_S).text.splitlines()
+        for line in HTTP.get(f"{server.url}/metrics", timeout=HANG_S).text.splitlines()
         if line.startswith("snapstream:")
     ]
     return {line.split("{")[0].removeprefix("snapstream:"): float(line.rsplit(" ", 1)[1]) for line in lines}

@@ -8,10 +8,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from benchmarks.server_process import ServerProcess, served
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, HTTP, until
 
 MAX_ROWS = 4
 SETTINGS: dict[str, Any] = {"budget": 128, "max_rows": MAX_ROWS, "max_model_len": 2048, "executor": "eager"}
@@ -48,7 +46,7 @@ def apart(folder: Path) -> Iterator[tuple[ServerProcess, list[ServerProcess]]]:
 
 
 def metric(server: ServerProcess, name: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics", timeout=HANG_S).text.splitlines()
+    lines = HTTP.get(f"{server.url}/metrics", timeout=HANG_S).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"snapstream:{name}{{"))
 
 

@@ -32,7 +32,7 @@ from tests.disaggregation.servers import (
     write_secret,
 )
 from tests.server.local_engine import LocalEngine
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, HTTP, until
 
 LONG = "The harbour of the town has a lamp. " * 40  # above the budget
 PROMPTS = ("Once upon a time", LONG)
@@ -71,13 +71,13 @@ def of_one_engine() -> list[Any]:
 
 
 def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
+    response = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
     return response.status_code, response.json()
 
 
 def streamed(server: ServerProcess, body: dict[str, Any]) -> str:
     """The text of a stream, which must end well."""
-    told = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=HANG_S).text
+    told = HTTP.post(f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=HANG_S).text
     *frames, done = [part.removeprefix("data: ") for part in told.split("\n\n")[:-1]]
     assert done == "[DONE]"
     return "".join(json.loads(frame)["choices"][0]["text"] for frame in frames)
@@ -121,18 +121,18 @@ def test_a_server_that_answers_and_two_that_read(tmp_path: Path) -> None:
 
 
 def strangers_are_refused(answering: ServerProcess, reader: ServerProcess) -> None:
-    assert httpx.get(f"{reader.url}/health", timeout=HANG_S).status_code == 200
-    assert httpx.post(f"{reader.url}/v1/completions", json={"prompt": "a"}, timeout=HANG_S).status_code == 404
+    assert HTTP.get(f"{reader.url}/health", timeout=HANG_S).status_code == 200
+    assert HTTP.post(f"{reader.url}/v1/completions", json={"prompt": "a"}, timeout=HANG_S).status_code == 404
     for proof in ("", "00:00", "\u00e9"):
-        refused = httpx.post(
+        refused = HTTP.post(
             f"{reader.url}/internal/prefill",
             content=b"{}",
             headers={b"x-snapstream-proof": proof.encode()},
             timeout=HANG_S,
         )
         assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_proof")
-    assert httpx.post(f"{answering.url}/internal/prefill", content=b"{}", timeout=HANG_S).status_code == 404
-    assert httpx.post(f"{answering.url}/reset_prefix_cache", timeout=HANG_S).status_code == 400
+    assert HTTP.post(f"{answering.url}/internal/prefill", content=b"{}", timeout=HANG_S).status_code == 404
+    assert HTTP.post(f"{answering.url}/reset_prefix_cache", timeout=HANG_S).status_code == 400
 
 
 def another_secret(readers: list[ServerProcess], folder: Path) -> None:
@@ -147,7 +147,7 @@ def out_of_reach(answering: ServerProcess, reader: ServerProcess) -> None:
     """The only server that reads is stopped: requests would wait, so the one that answers is not ready."""
 
     def status(path: str = "/health") -> int:
-        return httpx.get(f"{answering.url}{path}", timeout=HANG_S).status_code
+        return HTTP.get(f"{answering.url}{path}", timeout=HANG_S).status_code
 
     assert status() == status("/health/ready") == status("/health/live") == 200
     os.kill(reader.pid, signal.SIGSTOP)
@@ -173,7 +173,7 @@ def killed_amid(pool: ThreadPoolExecutor, answering: ServerProcess, readers: lis
     os.kill(readers[1].engine_pid, signal.SIGCONT)
     assert [choices(one) for one in pending] == [good, good]
     until_at_rest(answering, readers[1])
-    until(lambda: httpx.get(f"{readers[0].url}/health", timeout=HANG_S).status_code == 200)  # its engine is back
+    until(lambda: HTTP.get(f"{readers[0].url}/health", timeout=HANG_S).status_code == 200)  # its engine is back
 
 
 def killed_after(pool: ThreadPoolExecutor, answering: ServerProcess, reader: ServerProcess, good: Answer) -> None:
@@ -206,7 +206,7 @@ def answering_killed(pool: ThreadPoolExecutor, answering: ServerProcess, reader:
         assert isinstance(one.exception(HANG_S), httpx.HTTPError)
     os.kill(engine, signal.SIGCONT)
     until_at_rest(reader)
-    assert httpx.get(f"{reader.url}/health", timeout=HANG_S).status_code == 200
+    assert HTTP.get(f"{reader.url}/health", timeout=HANG_S).status_code == 200
 
 
 # ``serve --role``: what does not fit together is refused before anything is loaded.
@@ -258,7 +258,7 @@ APART_RANKS_PROMPTS = ["A key", "The harbour of the town has a lamp. " * 20]  # 
 
 def apart_ranks_ask(server: ServerProcess, prompt: str) -> tuple[int, Any]:
     body = {"prompt": prompt, "max_tokens": 6, "temperature": 0.8, "seed": 3, "n": 2, "ignore_eos": True}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
+    response = HTTP.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
     return response.status_code, [choice["text"] for choice in response.json().get("choices", [])]
 
 

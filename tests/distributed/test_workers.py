@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from snapstream import LLM, SamplingParams
@@ -29,7 +28,7 @@ from snapstream.startup.build import check_versions
 from snapstream.types import Request
 from snapstream.version import __version__
 from tests.llm.conftest import write_checkpoint
-from tests.waiting import HANG_S, until, until_async
+from tests.waiting import HANG_S, HTTP, until, until_async
 
 SETTINGS: dict[str, Any] = {
     "budget": 64, "max_rows": 2, "max_model_len": 256, "chunk_len": 32, "executor": "eager", "progress": False,
@@ -251,7 +250,7 @@ def test_torchrun_starts_and_stops_a_server(folder: Path, spread: dict[str, Any]
         url = re.search(r"serving .+? at (https?://\S+?/v1)", log.read_text())
         assert url is not None, log.read_text()
         fields = {"prompt": "Some words", "max_tokens": 8, "temperature": 0.0}
-        answer = httpx.post(f"{url[1]}/completions", json=fields, timeout=HANG_S).json()
+        answer = HTTP.post(f"{url[1]}/completions", json=fields, timeout=HANG_S).json()
         assert answer["choices"][0]["text"] == wanted
         process.terminate()
         process.wait(HANG_S)

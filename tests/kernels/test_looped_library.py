@@ -35,7 +35,6 @@ from snapstream.kernels.cpu.looped.build import (
 from snapstream.kernels.cpu.looped.library import (
     FORMATS,
     STRUCTS,
-    Library,
     ThreadPool,
     load,
     num_cores,
@@ -108,14 +107,6 @@ def test_a_library_with_other_structs_is_refused() -> None:
         struct_problem(own[:-1])
 
 
-def library_of(instructions: InstructionSet) -> Library:
-    """The portable one compiled with -O1, which takes half the time, where it is not the best."""
-    with pytest.MonkeyPatch.context() as patch:
-        if instructions == "portable" != instruction_sets()[0]:
-            patch.setenv("SNAPSTREAM_CXXFLAGS", f"{os.environ.get('SNAPSTREAM_CXXFLAGS', '')} -O1")
-        return load(instructions)
-
-
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=25)
 @given(
@@ -126,7 +117,7 @@ def test_a_product_in_panels(
     instructions: InstructionSet, num_out: int, num_in: int, dtype: torch.dtype, tokens: int, seed: int
 ) -> None:
     """Equal to the plain one, and for a token the same bits alone and beside any others."""
-    library, generator = library_of(instructions), torch.Generator().manual_seed(seed)
+    library, generator = load(instructions), torch.Generator().manual_seed(seed)
     weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
     x, bias = torch.randn(tokens, num_in, generator=generator), torch.randn(num_out, generator=generator)
     stored = panels.empty_panels((num_out, num_in), dtype)
@@ -157,7 +148,7 @@ def test_a_product_of_codes(
 ) -> None:
     """As over the widened numbers, which it reads exactly."""
     form = WeightFormat(dtype=width, group=32 if width == "mxfp4" else group if width == "int8" else max(group, 32))
-    library, generator, num_in = library_of(instructions), torch.Generator().manual_seed(seed), num_groups * form.group
+    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * form.group
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
     cut = seed % num_out
@@ -189,7 +180,7 @@ def test_a_product_of_whole_numbers(
     instructions.
     """
     group = group if width == "int8" else max(group, 32)
-    library, generator, num_in = library_of(instructions), torch.Generator().manual_seed(seed), num_groups * group
+    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
     form = WeightFormat(dtype=width, group=group, rounds_inputs=True)
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
@@ -214,7 +205,7 @@ def test_a_product_of_whole_numbers(
 @pytest.mark.parametrize("instructions", instruction_sets())
 def test_every_code_and_scale_of_mxfp4(instructions: InstructionSet) -> None:
     """Each of the 16 numbers times each power of two but NaN, to the bit; 2^-127 is below the normal numbers."""
-    form, library = WeightFormat(dtype="mxfp4", group=32), library_of(instructions)
+    form, library = WeightFormat(dtype="mxfp4", group=32), load(instructions)
     magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     numbers = torch.tensor(magnitudes + [-own for own in magnitudes])
     codes = groups.pack(torch.arange(32).repeat(255, 1).to(torch.uint8) % 16, 4)  # [255, 16]
@@ -294,7 +285,7 @@ def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
     x = torch.ones(3, 64)
     x[1, 40] = wrong
     stack = panels.stack_of_codes(stored, 40, 64, form)
-    got = panels.linear(library_of(instructions), stack, x, None)
+    got = panels.linear(load(instructions), stack, x, None)
     assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
 
 
@@ -441,7 +432,7 @@ def test_a_product(instructions: InstructionSet, num_out: int, num_in: int, toke
     """As over the widened numbers, which it reads exactly; for a token the same bits alone and beside any others."""
     generator = torch.Generator().manual_seed(seed)
     codes, scales = blocks(num_out, num_in, generator)
-    stack = make_panels(library_of(instructions))(FORM, (2, num_out, num_in), torch.float32, "cpu")
+    stack = make_panels(load(instructions))(FORM, (2, num_out, num_in), torch.float32, "cpu")
     weight = stack[1]
     weight.fill_quantized(codes, scales)
     wide = dequantize_blocks(codes, scales)
@@ -458,7 +449,7 @@ def test_a_product(instructions: InstructionSet, num_out: int, num_in: int, toke
 def test_every_number_is_exact(instructions: InstructionSet) -> None:
     """A token that has one number picks a column of the matrix."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(128, 1).view(FP8.dtype)
-    weight = make_panels(library_of(instructions))(FORM, (128, 256), torch.float32, "cpu")
+    weight = make_panels(load(instructions))(FORM, (128, 256), torch.float32, "cpu")
     weight.fill_quantized(codes, torch.tensor([[0.75, 2.0**-20]]))
     columns = torch.tensor([column for column in range(256) if column % 128 != 127])
     picked = torch.nn.functional.one_hot(columns, 256).float()

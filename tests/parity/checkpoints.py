@@ -450,7 +450,7 @@ def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def make_model(name: str, **sizes: int) -> Any:
+def make_model(name: str, **sizes: Any) -> Any:
     """A transformers model with random weights, fp32, evaluation mode, the same every time; of other ``sizes``."""
     class_name, changes = ARCHITECTURES[name]
     torch.manual_seed(len(name))

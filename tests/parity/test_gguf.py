@@ -29,6 +29,7 @@ from tests.parity.checkpoints import VOCAB, greedy_along, make_model, save
 LENGTHS = (1, 2, 5, 15, 16, 17, 31, 32, 33, 34, 47, 63, 64, 65, 66, 90, 96)  # chunks are 32 tokens
 PROMPTS = [[3 + (11 * i + 7 * n) % (VOCAB - 10) for i in range(n)] for n in LENGTHS]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+NUMBERED = replace(PARAMS, prompt_logprobs=0)
 EXECUTORS = ["eager"] if find_compiler() is None else ["eager", "looped"]
 
 
@@ -55,25 +56,20 @@ def check(file: Path, model: Any, prompts: list[list[int]] = PROMPTS) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_fp32_is_the_folder(name: str, tmp_path: Path) -> None:
-    """Log-probabilities of prompts, and greedy tokens. Sums over a head may have another order."""
+    """Log-probabilities of prompts, and greedy tokens. Sums over a head may have another order.
+
+    That the folder answers as transformers' model is a test of every architecture (``test_rows.py``).
+    """
     folder = save(make_model(name, **MODELS[name]), tmp_path)
     file = write_gguf(folder, tmp_path / "model.gguf")
-    params = replace(PARAMS, prompt_logprobs=0)
-    prompts = [PROMPTS[LENGTHS.index(length)] for length in (2, 33, 96)]
-    ours, theirs = (outputs(model, prompts, params, executor="eager") for model in (file, folder))
+    ours, theirs = (outputs(model, PROMPTS, NUMBERED, executor="eager") for model in (file, folder))
     for mine, own in zip(ours, theirs, strict=True):
         assert mine.token_ids == own.token_ids
         numbers = [[entry.logprob for entry in one.prompt_logprobs[1:]] for one in (mine, own)]
         assert np.allclose(*numbers, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_fp32_is_the_model_of_transformers(name: str, tmp_path: Path) -> None:
-    model = make_model(name, **MODELS[name])
-    file = write_gguf(save(model, tmp_path), tmp_path / "model.gguf")
-    check(file, model)
-    assert answers(file, executor="eager", budget=48) == answers(tmp_path, executor="eager", budget=48)
+    for executor in EXECUTORS[1:]:
+        assert answers(file, executor=executor) == [mine.token_ids for mine in ours]
+    assert answers(file, budget=48) == answers(folder, budget=48)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt-oss", "Q8_0"), ("gpt-oss", "F32"), ("gpt-oss-panels", "BF16")])

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -24,7 +23,7 @@ from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.draft import Draft
 from tests.proxy.agent import AGAIN, SYSTEM, TASK, TOOLS, output, transcript
 from tests.proxy.upstream import Seen, make_upstream, on_socket
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, HTTP
 
 
 @contextmanager
@@ -117,7 +116,7 @@ def test_the_log_has_no_secret_of_an_address() -> None:
         given = upstream.replace("http://", "http://user:passw0rd@")
         lines: list[str] = []
         with process("proxy", "--upstream", given, log=lines) as (running, url):
-            assert httpx.get(f"{url}/v1/models?api_key=s3cret", timeout=HANG_S).status_code == 200
+            assert HTTP.get(f"{url}/v1/models?api_key=s3cret", timeout=HANG_S).status_code == 200
             running.send_signal(signal.SIGTERM)
             _, rest = running.communicate(timeout=HANG_S)
             log = "".join(lines) + rest

@@ -27,7 +27,7 @@ from snapstream.proxy.app import run_proxy
 from snapstream.server.http.lifecycle import listen
 from snapstream.server.options import ProxyOptions
 from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream, on_socket
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, HTTP, until
 
 LONG = " ".join(f"word{i}" for i in range(40))
 HEADER = "x-snapstream-prompt-compression"
@@ -53,7 +53,7 @@ def chat(text: str, **more: object) -> dict[str, object]:
 
 
 def post(links: Chain, body: object, path: str = "/v1/chat/completions", **options: object) -> httpx.Response:
-    return httpx.post(links.url + path, json=body, timeout=HANG_S, **options)  # type: ignore[arg-type]
+    return HTTP.post(links.url + path, json=body, timeout=HANG_S, **options)  # type: ignore[arg-type]
 
 
 def test_a_long_prompt_is_compressed_and_the_rest_of_the_body_is_kept(links: Chain) -> None:
@@ -117,8 +117,8 @@ def test_upstream_errors_arrive_as_they_are(links: Chain) -> None:
 
 
 def test_other_paths_and_their_queries_are_passed_on(links: Chain) -> None:
-    assert httpx.get(links.url + "/v1/models", timeout=HANG_S).json()["data"][0]["id"] == "m"
-    httpx.post(
+    assert HTTP.get(links.url + "/v1/models", timeout=HANG_S).json()["data"][0]["id"] == "m"
+    HTTP.post(
         links.url + "/v1/embeddings?a=%2Fb&c=d",
         content=b"anything",
         headers={"content-type": "text/plain"},
@@ -168,7 +168,7 @@ def test_what_only_the_proxy_wished_lets_the_prompt_pass_whole_and_says_so(links
 def test_bad_bodies_are_refused_here(links: Chain) -> None:
     assert post(links, [1]).status_code == 400
     assert post(links, {"messages": "no"}).json()["error"]["param"] == "messages"
-    plain = httpx.post(
+    plain = HTTP.post(
         links.url + "/v1/chat/completions", content=b"{}", headers={"content-type": "text/plain"}, timeout=HANG_S
     )
     assert plain.status_code == 400 and not links.seen.bodies
@@ -177,13 +177,13 @@ def test_bad_bodies_are_refused_here(links: Chain) -> None:
 def test_a_reader_that_leaves_closes_the_upstream_stream(links: Chain) -> None:
     left = links.seen.num_left
     body = chat("hi", stream=True, max_tokens=2000)
-    with httpx.stream("POST", links.url + "/v1/chat/completions", json=body, timeout=HANG_S) as stream:
+    with HTTP.stream("POST", links.url + "/v1/chat/completions", json=body, timeout=HANG_S) as stream:
         next(stream.iter_raw())
     until(lambda: links.seen.num_left == left + 1 and links.app.state.proxy.open_requests.num_open == 0)
 
 
 def test_a_stream_that_breaks_ends_with_an_error_frame(links: Chain) -> None:
-    with httpx.stream(
+    with HTTP.stream(
         "POST", links.url + "/v1/chat/completions", json=chat("hi", stream=True, user="breaks"), timeout=HANG_S
     ) as got:
         frames = [line for line in got.iter_lines() if line]
@@ -194,10 +194,10 @@ def test_a_stream_that_breaks_ends_with_an_error_frame(links: Chain) -> None:
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
 def test_the_other_apis_pass_untouched(path: str, links: Chain) -> None:
     body = {"input": LONG, "messages": [{"role": "user", "content": LONG}], "prompt_compression": "theirs"}
-    response = httpx.post(links.url + path, json=body, headers={"x-api-key": "k"}, timeout=HANG_S)
+    response = HTTP.post(links.url + path, json=body, headers={"x-api-key": "k"}, timeout=HANG_S)
     assert response.status_code == 200 and HEADER not in response.headers
     assert (links.seen.bodies[-1], links.seen.headers[-1]["x-api-key"]) == (body, "k")
-    with httpx.stream("POST", links.url + path, json={"stream": True, "user": "breaks"}, timeout=HANG_S) as broken:
+    with HTTP.stream("POST", links.url + path, json={"stream": True, "user": "breaks"}, timeout=HANG_S) as broken:
         last = b"".join(broken.iter_raw()).decode().strip().split("\n\n")[-1]
     name, data = last.split("\n")
     event = json.loads(data.removeprefix("data: "))
@@ -226,7 +226,7 @@ def test_metrics_count_dropped_tokens() -> None:
     with chain() as links:
         post(links, chat(LONG))
         post(links, chat("short"))
-        text = httpx.get(links.url + "/metrics", timeout=HANG_S).text
+        text = HTTP.get(links.url + "/metrics", timeout=HANG_S).text
     assert 'prompts_total{applied="true"} 1.0' in text and 'prompts_total{applied="false"} 1.0' in text
     assert "prompt_tokens_dropped_total 20.0" in text and "requests_open 0.0" in text
 
@@ -277,7 +277,7 @@ def test_draining_refuses_new_requests() -> None:
         links.app.state.proxy.is_draining = True
         assert (
             post(links, chat("hi")).status_code == 503
-            and httpx.get(links.url + "/health", timeout=HANG_S).status_code == 503
+            and HTTP.get(links.url + "/health", timeout=HANG_S).status_code == 503
         )
 
 
@@ -360,13 +360,13 @@ def test_503_until_the_draft_is_read_then_answers() -> None:
     with on_socket(make_upstream(Seen())) as upstream:
         url, _, _ = started(load, upstream)
         all_refused(url)
-        assert httpx.get(f"{url}/health/live", timeout=HANG_S).status_code == 200
-        assert httpx.get(f"{url}/health/ready", timeout=HANG_S).status_code == 503
+        assert HTTP.get(f"{url}/health/live", timeout=HANG_S).status_code == 200
+        assert HTTP.get(f"{url}/health/ready", timeout=HANG_S).status_code == 503
         may_go.set()
-        until(lambda: httpx.get(f"{url}/health", timeout=HANG_S).status_code == 200)
+        until(lambda: HTTP.get(f"{url}/health", timeout=HANG_S).status_code == 200)
         for path in ("/health", "/health/live", "/health/ready", "/metrics"):  # health checks ask so
             assert httpx.head(url + path, timeout=HANG_S).status_code == 200
-        assert httpx.get(f"{url}/v1/models", timeout=HANG_S).status_code == 200
+        assert HTTP.get(f"{url}/v1/models", timeout=HANG_S).status_code == 200
 
 
 def test_a_draft_that_cannot_be_read_ends_the_proxy() -> None:
@@ -392,7 +392,7 @@ def test_a_signal_while_the_draft_is_read_ends_in_order() -> None:
                 line = running.stderr.readline()
                 assert line, "the process ended"
                 found = re.search(r"(http://\S+) answers 503", line)
-            until(lambda: httpx.get(f"{found[1]}/health", timeout=HANG_S).status_code == 503)
+            until(lambda: HTTP.get(f"{found[1]}/health", timeout=HANG_S).status_code == 503)
             running.send_signal(signal.SIGTERM)
             until(lambda: not is_open(found[1]))
             _, log = running.communicate("", timeout=HANG_S)  # what is being read is read to its end
@@ -404,7 +404,7 @@ def test_a_signal_while_the_draft_is_read_ends_in_order() -> None:
 
 def is_open(url: str) -> bool:
     try:
-        httpx.get(f"{url}/health", timeout=HANG_S)
+        HTTP.get(f"{url}/health", timeout=HANG_S)
     except httpx.TransportError:
         return False
     return True
@@ -557,7 +557,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(path: str) -> None:
 def test_a_body_beyond_its_own_limit_is_refused(path: str) -> None:
     with chain(max_body_bytes=100) as links:
         assert post(links, chat("x" * 200), path).status_code == 413
-        answer = httpx.post(
+        answer = HTTP.post(
             links.url + path, content=iter([b" " * 200]), headers={"content-type": "application/json"}, timeout=HANG_S
         )
         assert answer.status_code == 413 and not links.seen.bodies

@@ -19,7 +19,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import yaml
 
@@ -31,7 +30,7 @@ from snapstream.server.engine.api import EngineStats
 from snapstream.server.engine.process import STOP_S
 from snapstream.server.http.lifecycle import LAST_FRAMES_S
 from snapstream.server.telemetry import Metrics
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, HTTP, until
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -221,7 +220,7 @@ class Watched:
     def _watch(self) -> None:
         while not self._ends.is_set():
             sums: defaultdict[str, float] = defaultdict(float)
-            for line in httpx.get(f"{self._url}/metrics", timeout=HANG_S).text.splitlines():
+            for line in HTTP.get(f"{self._url}/metrics", timeout=HANG_S).text.splitlines():
                 if line.startswith("snapstream:"):
                     sums[re.split(r"[{ ]", line)[0]] += float(line.rsplit(" ", 1)[1])
             for name, value in sums.items():
@@ -231,7 +230,7 @@ class Watched:
 
 def ask(server: ServerProcess, prompt: str, **fields: Any) -> int:
     body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True, **fields}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S).status_code
+    return HTTP.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S).status_code
 
 
 def come_in_a_crowd(server: ServerProcess) -> None:
@@ -272,7 +271,7 @@ def test_every_metric_of_a_panel_or_an_alert_moves(tmp_path: Path) -> None:
         until(lambda: leave_half_closed(server) or watched.moved("snapstream:connections_closed_total"))
         os.kill(server.engine_pid, signal.SIGSTOP)
         until(lambda: watched.moved("snapstream:engine_restarts_total"))
-        until(lambda: httpx.get(f"{server.url}/health", timeout=HANG_S).status_code == 200)
+        until(lambda: HTTP.get(f"{server.url}/health", timeout=HANG_S).status_code == 200)
         until(lambda: watched.moved("snapstream:rows_free"))
         watched.close()
         still = sorted(name for name in ASKED - CONSTANT if not watched.moved(name))

@@ -25,14 +25,14 @@ from snapstream.server.options import ServeOptions, ServerSettings
 from snapstream.server.run import serve
 from snapstream.server.telemetry import Metrics
 from tests.server.app_client import frames
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, HTTP, until
 
 OPTIONS = ["--max-rows", "3", "--budget", "128"]
 ENDLESS = 15_000  # tokens
 
 
 def health(url: str, **headers: str) -> int:
-    return httpx.get(f"{url}/health", headers=headers, timeout=HANG_S).status_code
+    return HTTP.get(f"{url}/health", headers=headers, timeout=HANG_S).status_code
 
 
 def test_answer_then_drain(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def _answer_then_drain(server: ServerProcess) -> None:
     assert health(url, Host="evil.example") == 403  # bound to loopback
     assert health(url) == 200
     body = {"prompt": "word " * 300, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S).json()
+    answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=HANG_S).json()
     assert answer["usage"]["completion_tokens"] == 5 and answer["choices"][0]["finish_reason"] == "length"
     facts = answer["snapstream"]["prompts"][0]["compression"]
     assert facts["kept_tokens"] == 128 < facts["prompt_tokens"] == answer["usage"]["prompt_tokens"]
@@ -57,7 +57,7 @@ def _answer_then_drain(server: ServerProcess) -> None:
     os.kill(server.engine_pid, signal.SIGSTOP)  # the stream goes on when everything else was seen
     server.process.send_signal(signal.SIGTERM)
     until(lambda: health(url) == 503)
-    assert httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S).status_code == 503
+    assert HTTP.post(f"{url}/v1/completions", json=body, timeout=HANG_S).status_code == 503
     os.kill(server.engine_pid, signal.SIGCONT)
     thread.join(HANG_S)
     chunks = frames(b"".join(parts).decode())
@@ -84,7 +84,7 @@ def _stream(url: str, max_tokens: int) -> tuple[threading.Thread, threading.Even
 
     def read() -> None:
         body: dict[str, Any] = {"prompt": "Once", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_S) as response:
+        with HTTP.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_S) as response:
             for part in response.iter_raw():
                 parts.append(part)
                 started.set()
@@ -228,8 +228,8 @@ def test_503_while_anything_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert answer.status_code == 503 and answer.headers["retry-after"] and answer.headers["x-request-id"]
         assert answer.json()["error"]["message"] == "the server is loading"
     for path in ("/health/live", "/health/live/"):  # else a probe would restart what loads
-        assert httpx.get(url + path, timeout=HANG_S).status_code == 200
-    assert httpx.get(url + "/health/ready", timeout=HANG_S).status_code == 503
+        assert HTTP.get(url + path, timeout=HANG_S).status_code == 200
+    assert HTTP.get(url + "/health/ready", timeout=HANG_S).status_code == 503
     may_go.set()
     thread.join(HANG_S)
     assert ended == ["the tokenizer is broken"]

@@ -7,6 +7,7 @@ Invariant: every route lists its answer and, as ``default``, the error; FastAPI'
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -96,8 +97,11 @@ def errors(error: Mapping[str, Any] = ERROR) -> dict[int | str, dict[str, Any]]:
     return {"default": {"description": "An error", "content": {"application/json": {"schema": dict(error)}}}}
 
 
+@cache
 def body_schema(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """The body for the OpenAPI document; handlers read it themselves, so that errors keep their shape."""
+    """The body for the OpenAPI document, which nobody changes; handlers read it themselves, so that errors keep their
+    shape.
+    """
     schemas = [kind.model_json_schema(ref_template="#/components/schemas/{model}") for kind in kinds]
     for schema in schemas:
         _inline(schema, schema.pop("$defs", {}))

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -230,7 +231,8 @@ def test_a_weight_chooses_by_the_number_of_tokens(width: str, monkeypatch: pytes
 
 def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     """Greedy tokens over int4 and int8 weights: plain PyTorch widens, the kernels read codes."""
-    folder = save(make_model("qwen3", hidden_size=64, head_dim=16, intermediate_size=96), tmp_path)
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "num_hidden_layers": 2}
+    folder = save(make_model("qwen3", **sizes), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7)]
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -243,11 +245,16 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
     assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "lfm2"])
-def test_drafted_tokens_are_verified(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("qwen3", {}), ("lfm2", {"layer_types": ["full_attention", "conv"]})],
+)
+def test_drafted_tokens_are_verified(
+    name: str, layers: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In full rings, with and without states: drafts of the answer itself change nothing, and most are accepted."""
     monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.0)
-    folder, rng = save(make_model(name), tmp_path), random.Random(5)
+    folder, rng = save(make_model(name, num_hidden_layers=2, **layers), tmp_path), random.Random(5)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7)]
     made = partial(build_runner, kernels=bind("cpu", "triton"))
     if name == "qwen3":
@@ -400,10 +407,18 @@ def test_refusals_of_interpreted_recurrences() -> None:
     checks_recurrence.check_refusals("cpu")
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "kimi-linear"])
+# A recurrent layer behind one of attention, whose states have another number than the layer.
+TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
+FEW_LAYERS: dict[str, dict[str, Any]] = {
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    **dict.fromkeys(("qwen3.5", "granite-hybrid", "kimi-linear"), TWO_LAYERS),
+}
+
+
+@pytest.mark.parametrize("name", FEW_LAYERS)
 def test_captured_steps_with_states_answer_as_eager(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three prompts on two rows, or one and the padding row: plain PyTorch copies states, replays write in place."""
-    folder = save(make_model(name), tmp_path)
+    folder = save(make_model(name, **FEW_LAYERS[name]), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (18, 1, 7)]
     params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 2, 3)]

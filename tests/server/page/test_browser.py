@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from snapstream.types import QueueFull
@@ -17,7 +16,7 @@ from tests.server.app_server import Running, running_server
 from tests.server.fake_engine import tokenizer
 from tests.server.page.driver import figure, load_example, send
 from tests.server.page.tiny_server import TinyServer
-from tests.waiting import HANG_S, until
+from tests.waiting import HANG_S, HTTP, until
 
 LONG_TEXT = "word " * 600
 EVIL = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script> & <b>bold</b>"
@@ -259,7 +258,7 @@ def test_an_example_is_answered_and_its_row_is_what_the_api_tells(
     assert body["kv_cache"] == {"budget": body["kv_cache"]["budget"], "return_kept": "bitmap"} and body["stream"]
     body["kv_cache"]["return_kept"] = True
     whole = {**body, "stream": False, "stream_options": None}
-    answer = httpx.post(f"{tiny.url}/v1/chat/completions", json=whole, timeout=HANG_S).json()
+    answer = HTTP.post(f"{tiny.url}/v1/chat/completions", json=whole, timeout=HANG_S).json()
     told, cache = answer["snapstream"]["prompts"][0]["compression"], answer["snapstream"]["kv_cache"]
     assert page.locator(".answer .words").inner_text() == answer["choices"][0]["message"]["content"].strip()
     assert figure(page, "prompt") == f"{told['prompt_tokens']:,}" and figure(page, "kept") == f"{told['kept_tokens']:,}"

@@ -23,7 +23,7 @@ from tests.server import app_client
 from tests.server.app_client import client, frames
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 from tests.server.page.tiny_server import TinyServer, tiny_server
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, HTTP
 
 PROMPT = [3 + (7 * i + i * i % 13) % 250 for i in range(203)]
 
@@ -37,7 +37,7 @@ def server() -> Iterator[TinyServer]:
 def ask(server: TinyServer, kept: Any, *, budget: int = 64, stream: bool = False) -> httpx.Response:
     body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": stream}
     body["kv_cache"] = {"budget": budget} if kept is None else {"budget": budget, "return_kept": kept}
-    return httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
+    return HTTP.post(f"{server.url}/v1/completions", json=body, timeout=HANG_S)
 
 
 def compression(answer: dict[str, Any]) -> dict[str, Any]:
