@@ -69,7 +69,7 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 128_256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     "hidden_size": 2048, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
 }  # fmt: skip
-CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 8192, 16_384
+CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
 _EVEN = (1 / 64,) * 8
 PROFILE = HeadProfile(
     shares=((1 / 8, 1 / 8, *_EVEN[2:]), *(_EVEN,) * 4, (1 / 32, 1 / 32, *_EVEN[2:])), model="", made_by="hand"
