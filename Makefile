@@ -64,7 +64,8 @@ test-sanitized: $(STAMP) ## drawn configurations of looped decode, its library c
 	SNAPSTREAM_FUZZ=$(FUZZ) $(BIN)/python -m pytest -n $(WORKERS) tests/parity/test_looped_fuzz.py
 
 test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a server
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/clients tests/integrations
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/clients tests/integrations/test_lm_eval.py tests/integrations/test_public_suites.py \
+		tests/integrations/test_transformers.py::test_lm_evals_own_model
 
 $(CLIENTS): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'

@@ -6,9 +6,11 @@ home folder, not on chance and not on seconds.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 import torch
@@ -58,8 +60,11 @@ def pytest_configure() -> None:
         build.FLAGS_OF_SET["portable"] += ("-O1",)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is in ``SLOW``, and tests with an architecture that is not in ``QUICK``."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks what is in ``SLOW``, and tests with an architecture that is not in ``QUICK``.
+
+    ``SNAPSTREAM_SLOW=I/N`` leaves of the slow tests the I-th of N parts, which their names decide (``.ci/run``).
+    """
     slow = [Path(__file__).parent / name for name in SLOW]
     files = {path for path in {item.path for item in items} if not {path, *path.parents}.isdisjoint(slow)}
     others: set[str] = set()
@@ -71,6 +76,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = spec.params.values() if spec else ()
         if item.path in files or any(isinstance(param, str) and param in others for param in params):
             item.add_marker(pytest.mark.slow)
+    if part := os.environ.get("SNAPSTREAM_SLOW"):
+        index, count = map(int, part.split("/"))
+        others_turn = {item for item in items if item.get_closest_marker("slow")}
+        others_turn = {item for item in others_turn if crc32(item.nodeid.encode()) % count != index}
+        config.hook.pytest_deselected(items=[*others_turn])
+        items[:] = [item for item in items if item not in others_turn]
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported by now is never garbage: collections, a fifth of a second each, need not walk it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

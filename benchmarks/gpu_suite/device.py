@@ -32,8 +32,8 @@ class Device:
             torch.cuda.synchronize()
 
     def free(self) -> None:
-        gc.collect()
         if self.is_cuda:
+            gc.collect()
             torch.cuda.empty_cache()
 
     def free_bytes(self) -> int:
