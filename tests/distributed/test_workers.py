@@ -73,7 +73,7 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
     for file in folder.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     with worker_of(spread["master_addr"], copy) as worker, LLM(folder, **spread) as llm:
-        assert llm.notes[0] == f"ranks: 2 (cpu, 1 thread each; 1 here, 1 join at {spread['master_addr']})"
+        assert f"ranks: 2 (cpu, 1 thread each; 1 here, 1 join at {spread['master_addr']})" in llm.notes
         found = [[sample.token_ids for sample in output.samples] for output in llm.generate(prompts, params)]
         assert found == wanted
         runner = llm.engine.runner
