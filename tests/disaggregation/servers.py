@@ -12,7 +12,9 @@ from benchmarks.server_process import ServerProcess, served
 from tests.waiting import HANG_S, HTTP, until
 
 MAX_ROWS = 4
-SETTINGS: dict[str, Any] = {"budget": 128, "max_rows": MAX_ROWS, "max_model_len": 2048, "executor": "eager"}
+SETTINGS: dict[str, Any] = {
+    "budget": 128, "max_rows": MAX_ROWS, "max_model_len": 2048, "executor": "eager", "heads": "none",
+}  # fmt: skip
 OPTIONS = [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
