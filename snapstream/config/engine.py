@@ -270,7 +270,11 @@ class Speculator:
 
     folder: str  # or GGUF file
     model: ModelConfig
-    formats: WeightFormats
+    # Of its steps (``plan/fit.py``).
+    formats: WeightFormats | None = None
+    executor: str = "looped"
+    device: str = "cpu"
+    dtype: DType = "float32"
 
     @property
     def num_slots(self) -> int:
@@ -478,8 +482,8 @@ class EngineOptions(Settings):
     num_speculative_tokens: AutoCount = setting(
         "auto",
         "Most tokens of a row that a step drafts from earlier text (prompt lookup) and verifies: same answers, several "
-        f"tokens per step where text repeats. auto: {SPECULATIVE_TOKENS} with looped decode; used only while it pays. "
-        "0: none.",
+        f"tokens per step where text repeats. auto: {SPECULATIVE_TOKENS} with looped decode or a draft model; used "
+        "only while it pays. 0: none.",
         metavar="N|auto",
         parse=_count_or("auto"),
     )

@@ -212,6 +212,20 @@ class GraphDecode:
     def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
         """See ``EagerDecode.verify``; of at most ``most_draft_rows`` rows."""
         host = DraftTurns.of(batch)
+        entries, logits, sizes = self._feed_turns(host)
+        drawn, (turns, inputs) = DrawnTurns(self._padding_row), (column.split(sizes) for column in entries)
+        used = len(host.rows)
+        drawn.draw(turns[:used], inputs[:used], logits[: sum(sizes[:used])], partial(self._draw_copied, needs=needs))
+        return drawn.accepted(host.order)
+
+    def feed(self, batch: DraftBatch) -> Tensor:
+        """See ``Verifier``; as ``verify``."""
+        host = DraftTurns.of(batch)
+        _, logits, sizes = self._feed_turns(host)
+        return host.by_entry(logits, sizes)
+
+    def _feed_turns(self, host: DraftTurns) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Rows and tokens of all turns, padded, the logits after each, and the sizes of the turns."""
         shape = self._bucket(len(host.order)), next(own for own in self._programs.depths if own >= len(host.rows) - 1)
         sizes = self._shapes[shape]
         padded = torch.tensor([self._padding_row, 0])[:, None].repeat(1, sum(sizes))
@@ -220,10 +234,7 @@ class GraphDecode:
         entries, logits = self._entries[:, : sum(sizes)], self._draft_logits[: sum(sizes)]
         entries.copy_(upload(padded, torch.int64, entries.device))
         self._drafts[shape](*entries, logits)
-        drawn, (turns, inputs) = DrawnTurns(self._padding_row), (column.split(sizes) for column in entries)
-        used = len(host.rows)
-        drawn.draw(turns[:used], inputs[:used], logits[: sum(sizes[:used])], partial(self._draw_copied, needs=needs))
-        return drawn.accepted(host.order)
+        return entries, logits, sizes
 
     def logits(self, rows: Tensor) -> Tensor:
         """See ``EagerDecode.logits``; overwritten by the next step."""
@@ -281,4 +292,5 @@ def make_graph(
     """CUDA graphs for every batch size; what no sampler covers is sampled eagerly. ``maker``: for tests on a CPU."""
     buckets = buckets or bucket_sizes(parts.config.max_rows)
     depths = depths_of(parts.config.num_speculative_tokens)
+    samplers = samplers[:1] if parts.is_greedy else samplers
     return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode", depths))

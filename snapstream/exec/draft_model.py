@@ -1,6 +1,7 @@
 """A small model that drafts tokens for the rows of an engine (speculative decoding, Leviathan et al. 2023).
 
 It drafts greedily where prompt lookup finds nothing; ``speculation.py`` decides how many tokens pay and verifies them.
+Its steps are those of an executor, not always that of the target (``plan/fit.py``).
 Its own memory is constant too: a row holds the last tokens of its sequence (``config/engine.py:Speculator``). When it
 is full, or too far behind, half as many tokens are read anew, by prefill. Slots never wrap around, so a rejected token
 is taken back by a counter. Invariant: nothing here changes an answer, only how many tokens a step
@@ -14,16 +15,17 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from snapstream.config import EngineConfig, KVBudget, make_selector
-from snapstream.exec.eager import DecodeStep, StepParts, draft_batch
-from snapstream.exec.executors import max_batch
-from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts, Verifier, draft_batch
+from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import History
+from snapstream.exec.speculation import History, VerifyingStep
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import Case
+from snapstream.kernels.memory import upload
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
 from snapstream.models.decoder import Decoder
@@ -31,6 +33,7 @@ from snapstream.models.prefill import LayerPass, PassTokens
 from snapstream.models.views import StagingBuffers
 
 MOST_FED = 64  # tokens that a row may be behind; more are read by prefill
+_WARM_UP_LEN = 20  # tokens
 _GREEDY = SamplingNeeds()
 _DECAY = 0.9  # of what is known of times, per call
 
@@ -57,26 +60,37 @@ class _Held:
 
 
 class DraftModel:
-    """A ``speculation.Drafter`` on a CPU."""
+    """A ``speculation.Drafter``; on a GPU a draft waits for the device once."""
 
-    def __init__(self, decoder: Decoder, config: EngineConfig, target: DecodeStep) -> None:
-        """``config``: of its steps (``plan/memory.py:speculator_config``). It uses the threads of ``target``."""
-        assert isinstance(target, LoopedDecode)  # others are refused with a draft model
-        self._decoder, self._capacity, device = decoder, config.budget.capacity, decoder.device
+    def __init__(self, decoder: Decoder, config: EngineConfig, make_decode: MakeDecode) -> None:
+        """``config``: of its steps (``plan/memory.py:speculator_config``), which ``make_decode`` makes."""
+        self._decoder, self._capacity, self._device = decoder, config.budget.capacity, decoder.device
         spec = decoder.kv_spec(config.kv_dtype).limited(config.max_model_len)
-        self._cache = KVCache(spec, config.max_rows, self._capacity, device, decoder.kernels)
+        self._cache = KVCache(spec, config.max_rows, self._capacity, self._device, decoder.kernels)
         self._cache.sinks = decoder.weights.vectors.get("sinks")
-        self._rows = Rows(config.max_rows, device)
-        sampling = SamplingState(config.max_rows, decoder.config.vocab_size, device)
-        parts = StepParts(decoder=decoder, cache=self._cache, rows=self._rows, sampling=sampling, config=config)
-        self._decode, self._max_batch = LoopedDecode(parts, pool=target.pool), max_batch(config)
+        self._rows = Rows(config.max_rows, self._device)
+        sampling = SamplingState(config.max_rows, decoder.config.vocab_size, self._device)
+        parts = StepParts(
+            decoder=decoder, cache=self._cache, rows=self._rows, sampling=sampling, config=config, is_greedy=True
+        )
+        decode = make_decode(parts)
+        assert isinstance(decode, Verifier)  # others are refused
+        self.decode: VerifyingStep = decode
         size = decoder.config.hidden_size
-        self._buffers = StagingBuffers(spec, size, config.pool_tokens, decoder.dtype, device)
+        self._buffers = StagingBuffers(spec, size, config.pool_tokens, decoder.dtype, self._device)
         self._chunk_len, self._read_len = config.chunking.chunk_len, config.pool_tokens
-        self._attention = choose("auto", Case.of_model(device, decoder.dtype, decoder.shard))
+        self._attention = choose("auto", Case.of_model(self._device, decoder.dtype, decoder.shard))
         self._selector = make_selector()
         self._held: dict[int, _Held] = {}
         self.seconds = self.read_seconds = 0.0
+
+    @torch.inference_mode()
+    def warm_up(self, progress: bool) -> None:
+        """Called once before the first draft; ``progress`` is shown on stderr."""
+        self.decode.warm_up(progress)
+        if self._decoder.kernels.version == "triton":  # compiles those of prefill
+            self._read(0, History([0] * min(_WARM_UP_LEN, self._read_len)))
+            self.forget(0)
 
     def forget(self, row: int) -> None:
         self._held.pop(row, None)
@@ -90,7 +104,7 @@ class DraftModel:
         began, read_s = perf_counter(), 0.0
         most = max(self._capacity - self._read_len, 1)  # tokens that fit behind what is read
         wanted = [(row, history, min(count, most)) for row, history, count in wanted]
-        first: dict[int, int] = {}
+        first: dict[int, Tensor] = {}
         behind: list[tuple[int, list[int]]] = []
         for row, history, count in wanted:
             held = self._held.get(row)
@@ -98,70 +112,91 @@ class DraftModel:
             if held is None or len(missing) > MOST_FED or held.end + len(missing) + count > held.start + self._capacity:
                 reads = perf_counter()
                 first[row] = self._read(row, history)
-                self.read_seconds = _mean(self.read_seconds, perf_counter() - reads)
                 read_s += perf_counter() - reads
+                self.read_seconds = _mean(self.read_seconds, perf_counter() - reads)
             else:
-                self._rows.num_tokens[row] = self._rows.next_position[row] = held.end - held.start
-                held.end += len(missing)
                 behind.append((row, missing))
         first |= self._feed(behind)
-        drafts = [[first[row]] for row, _, _ in wanted]
-        rows = [row for row, _, _ in wanted]
-        self._rows.last_token[rows] = torch.tensor([first[row] for row in rows])
-        for depth in range(1, max(count for _, _, count in wanted)):
-            active = [index for index, (_, _, count) in enumerate(wanted) if count > depth]
-            tokens = self._decode.step(torch.tensor([rows[index] for index in active]), _GREEDY).token_ids.tolist()
-            for index, token in zip(active, tokens, strict=True):
+        rows, counts = [row for row, _, _ in wanted], [count for _, _, count in wanted]
+        longest = sorted(range(len(rows)), key=lambda index: -counts[index])  # rows of a step are the first of these
+        active = upload([rows[index] for index in longest], torch.int64, self._device)
+        turns = [torch.stack([first[rows[index]] for index in longest])]
+        self._rows.feed(active, turns[0])
+        for depth in range(1, max(counts)):
+            num_left = sum(count > depth for count in counts)
+            active = active if num_left == len(active) else active[:num_left].clone()
+            turns.append(self.decode.step(active, _GREEDY).token_ids.clone())
+        drafts: list[list[int]] = [[] for _ in rows]
+        for turn in torch.cat(turns).cpu().split(list(map(len, turns))):
+            for index, token in zip(longest, turn.tolist(), strict=False):
                 drafts[index].append(token)
         for row, draft in zip(rows, drafts, strict=True):
             self._held[row].drafted = draft[:-1]  # the last is not fed
         if behind:
-            depth = max(count for _, _, count in wanted)
-            self.seconds = _mean(self.seconds, (perf_counter() - began - read_s) / depth)
+            self.seconds = _mean(self.seconds, (perf_counter() - began - read_s) / max(counts))
         return drafts
 
-    def _known(self, tokens: list[int]) -> torch.Tensor:
+    def release(self) -> None:
+        """Free captured programs; no draft is made afterwards."""
+        if isinstance(self.decode, HoldsPrograms):
+            self.decode.release()
+
+    def _known(self, tokens: list[int]) -> Tensor:
         """Padding of the larger vocabulary becomes the last token of this one."""
         return torch.tensor(tokens).clamp(max=self._decoder.config.vocab_size - 1)
 
-    def _read(self, row: int, history: History) -> int:
-        """Prefill the last tokens of a sequence into its row; the likeliest next one."""
+    def _place(self, rows: Sequence[int]) -> None:
+        """Set the counters of rows to what is held: what was drafted behind it is taken back."""
+        nums = [self._held[row].end - self._held[row].start for row in rows]
+        budget = KVBudget.full(self._capacity)
+        table = upload([(row, *Rows.entry(num, num, budget)) for row, num in zip(rows, nums, strict=True)], torch.int64,
+                       self._device)  # fmt: skip
+        self._rows.admit(table[:, 0], table[:, 1:])
+
+    def _read(self, row: int, history: History) -> Tensor:
+        """Prefill the last tokens of a sequence into its row; the likeliest next one. Waits for the device."""
         start = max(history.num_tokens - self._read_len, 0)
-        ids = self._known(history.since(start).tolist())
+        ids = upload(self._known(history.since(start).tolist()), torch.int64, self._device)
         num_tokens, budget = len(ids), KVBudget.full(self._capacity)
 
-        def write(prompt: int, layer: int, queries: object, keys: torch.Tensor, values: torch.Tensor) -> None:
+        def write(prompt: int, layer: int, queries: object, keys: Tensor, values: Tensor) -> None:
             write_rows(self._cache, layer, (row,), keys, values, None, budget, self._selector)
 
-        positions = torch.arange(num_tokens)
+        positions = torch.arange(num_tokens, device=self._device)
         tokens = PassTokens(
             token_ids=ids, positions=positions, seq_lens=positions + 1, prompt_lens=[num_tokens], num_queries=[0]
         )
         one = LayerPass(self._decoder, self._buffers, tokens, self._chunk_len, self._attention, write)
         one.run()
-        self._rows.admit(torch.tensor([row]), torch.tensor([Rows.entry(num_tokens, num_tokens, budget)]))
         self._held[row] = _Held(start, history.num_tokens)
-        return int(self._decoder.logits(one.last_hidden()).argmax())
+        self._place([row])
+        best = self._decoder.logits(one.last_hidden())[0].argmax()
+        int(best)  # its time is measured
+        return best
 
-    def _feed(self, behind: Sequence[tuple[int, list[int]]]) -> dict[int, int]:
+    def _feed(self, behind: Sequence[tuple[int, list[int]]]) -> dict[int, Tensor]:
         """Feed rows the tokens that they lack, at least one each; by row the likeliest next one."""
-        first: dict[int, int] = {}
+        first: dict[int, Tensor] = {}
         left = [(row, self._known(tokens).tolist()) for row, tokens in behind]
         while left:
             fed: list[tuple[int, list[int]]] = []
-            room = self._max_batch
-            while left and room:
-                row, tokens = left.pop(0)
-                fed.append((row, tokens[:room]))
-                if len(tokens) > room:
-                    left.insert(0, (row, tokens[room:]))
-                room -= len(fed[-1][1])
+            room = MAX_DRAFTED
+            for row, tokens in left:
+                fed.append((row, tokens[: 1 + room]))
+                room -= len(fed[-1][1]) - 1
+            self._place([row for row, _ in fed])
             batch = draft_batch([row for row, _ in fed], [t[0] for _, t in fed], [t[1:] for _, t in fed])
-            best = self._decode.feed(batch).argmax(1).tolist()
-            for (row, tokens), start in zip(fed, batch.starts, strict=True):
-                self._rows.num_tokens[row] += len(tokens)
-                self._rows.next_position[row] += len(tokens)
-                first[row] = best[start + len(tokens) - 1]
+            best = self.decode.feed(batch).argmax(1)
+            for (row, tokens), begin in zip(fed, batch.starts, strict=True):
+                self._held[row].end += len(tokens)
+                first[row] = best[begin + len(tokens) - 1]
+            left = [
+                (row, tokens[len(own) :])
+                for (row, tokens), (_, own) in zip(left, fed, strict=True)
+                if len(own) < len(tokens)
+            ]
+        if behind:
+            self._place([row for row, _ in behind])
         return first
 
 

@@ -40,6 +40,7 @@ class StepParts:
     sampling: SamplingState
     config: EngineConfig
     queries: RecentQueries | None = None  # of every row, for KV re-selection
+    is_greedy: bool = False  # no token is ever sampled another way
 
     @property
     def padding_row(self) -> int:
@@ -110,6 +111,12 @@ class Verifier(Protocol):
         """
         ...
 
+    def feed(self, batch: DraftBatch) -> Tensor:
+        """Feed the entries; logits after each ``[B, V]``, overwritten by the next step. Rows are not advanced. Not for
+        models with recurrent states.
+        """
+        ...
+
 
 MakeDecode = Callable[[StepParts], DecodeStep]
 
@@ -160,6 +167,7 @@ class DraftTurns(NamedTuple):
 
     rows: Sequence[Tensor]  # [n] int64 each
     inputs: Sequence[Tensor]
+    entries: Sequence[Tensor]  # [n] int64 each: their indices in the batch
     order: tuple[int, ...]  # by place in a turn, the row's index in the batch
 
     @classmethod
@@ -171,7 +179,13 @@ class DraftTurns(NamedTuple):
             torch.tensor([batch.starts[index] + ahead for index in order if sizes[index] > ahead])
             for ahead in range(max(sizes))
         ]
-        return cls([batch.rows[own] for own in turns], [batch.inputs[own] for own in turns], tuple(order))
+        return cls([batch.rows[own] for own in turns], [batch.inputs[own] for own in turns], turns, tuple(order))
+
+    def by_entry(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
+        """``logits [N, V]`` turn by turn, of which turn t has the first of ``sizes[t]``, as ``[B, V]`` of the batch."""
+        starts = accumulate(sizes, initial=0)
+        places = torch.cat([start + torch.arange(len(own)) for start, own in zip(starts, self.entries, strict=False)])
+        return logits[upload(places[torch.cat(list(self.entries)).argsort()], torch.int64, logits.device)]
 
 
 class DrawnTurns:
@@ -255,14 +269,22 @@ class EagerDecode:
 
     def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
         """See ``Verifier``; the caller restores slots that rejected tokens are written to."""
-        device = self._parts.decoder.device
         host = DraftTurns.of(batch)
-        sizes = [len(rows) for rows in host.rows]
-        entries = upload(torch.stack((torch.cat(list(host.rows)), torch.cat(list(host.inputs)))), torch.int64, device)
-        turns, inputs = (column.split(sizes) for column in entries)
-        logits, view = self.draft_logits(turns, entries[1])
+        turns, inputs, logits, view = self._feed_turns(host)
         drawn = DrawnTurns(self._parts.padding_row)
         drawn.draw(turns, inputs, logits, partial(self.draw, needs=needs))
         if self._parts.cache.spec.has_states:
             view.accept(drawn.rows[1:])
         return drawn.accepted(host.order)
+
+    def feed(self, batch: DraftBatch) -> Tensor:
+        """See ``Verifier``."""
+        host = DraftTurns.of(batch)
+        return host.by_entry(self._feed_turns(host)[2], list(map(len, host.rows)))
+
+    def _feed_turns(self, host: DraftTurns) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor, DraftsView]:
+        """Rows and tokens of all turns on the device, and see ``draft_logits``."""
+        columns = torch.stack([torch.cat(list(column)) for column in (host.rows, host.inputs)])
+        entries, sizes = upload(columns, torch.int64, self._parts.decoder.device), list(map(len, host.rows))
+        turns, inputs = (column.split(sizes) for column in entries)
+        return turns, inputs, *self.draft_logits(turns, entries[1])

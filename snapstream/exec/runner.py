@@ -222,10 +222,12 @@ class ModelRunner:
 
     def close(self) -> None:
         """See ``Runner.close``; frees captured programs."""
-        if isinstance(self.decode, HoldsPrograms):
-            if self.decoder.device.type == "cuda":
-                torch.cuda.synchronize()  # the last replay may still run
-            self.decode.release()
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize()  # the last replay may still run
+        holders: tuple[object, ...] = (self.decode, self.speculation and self.speculation.drafter)
+        for holder in holders:
+            if isinstance(holder, HoldsPrograms):
+                holder.release()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> SubmittedStep:

@@ -11,7 +11,7 @@ Slots of rejected tokens beyond a row's length are never read. Those that overwr
 Recurrent states go on by a row's last token alone, and then by the drafted ones that were accepted, from their inputs
 (``models/views.py:DraftsView``, ``kernels/cpu/looped/recurrent.h``).
 
-On a GPU only steps that look a draft up wait for the tokens of the one before; times are those of events.
+On a GPU only steps that look for a draft wait for the tokens of the one before; times are those of events.
 """
 
 from __future__ import annotations
@@ -137,6 +137,13 @@ class _Row:
     num_asked: int = 0  # steps in a row in which it was asked
     num_verified: int = 0  # steps with its tokens, since the last pause
 
+    def rest(self) -> None:
+        """A step of the draft model's pause passes; behind it the row is as if it were new."""
+        if self.model_pause > 0:
+            self.model_pause -= 1
+            if not self.model_pause:
+                self.model_rate, self.num_verified = _PRIOR_RATE, 0
+
 
 class StepTimes:
     """Time of a step as a line over its entries: a decaying least-squares fit."""
@@ -247,18 +254,19 @@ class Speculation:
         return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
 
     def _may_draft(self, rows: Sequence[_Row]) -> bool:
-        """Whether any row is due for a lookup, or reading tokens costs nothing."""
+        """Whether any row is due for a lookup or the draft model, or reading tokens costs nothing."""
         limit = self.decode.most_draft_rows
         if limit is not None and len(rows) > limit:
             self._catch_up(leave=1)
             return False
         if not self.is_lazy:
             return True
-        is_due = [row.most > 0 and row.pause == 0 for row in rows]
-        if any(is_due):
-            return True
+        for row in rows:
+            if row.most > 0 and (row.pause == 0 or (self.drafter is not None and row.model_pause == 0)):
+                return True
         for row in rows:
             row.pause = max(row.pause - 1, 0)
+            row.rest()
         if len(self._fed) > MAX_PAUSE:
             self._catch_up(leave=1)
         return False
@@ -316,13 +324,13 @@ class Speculation:
         limits = {}
         for index, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             if row.model_pause > 0:
-                row.model_pause -= 1
-                if not row.model_pause:
-                    row.model_rate, row.num_verified = _PRIOR_RATE, 0
+                row.rest()
             elif not draft and (limit := self._most(row)):
                 first = 0.0 if drafter.holds(numbers[index]) else self._times.steps(drafter.read_seconds, len(rows))
                 if first <= _READ_SHARE * row.num_left:  # of the steps that are left
                     limits[index] = limit
+                else:
+                    _wait(row, 0)
         if not limits:
             return set()
         cost = self._times.cost(len(rows))  # in steps, as the time of a draft
@@ -347,7 +355,7 @@ class Speculation:
             found = drafter.draft([(numbers[index], rows[index].history, count) for index, count in asked.items()])
             vocab = self.parts.decoder.config.vocab_size
             for index, draft in zip(asked, found, strict=True):
-                drafts[index] = list(takewhile(lambda token: token < vocab, draft))
+                drafts[index] = list(takewhile(lambda token: 0 <= token < vocab, draft))
         return set(asked)
 
     def _backup(self, batch: DraftBatch, rows: Sequence[_Row]) -> SlotBackup | None:

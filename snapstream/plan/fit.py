@@ -12,6 +12,7 @@ from typing import cast
 from snapstream.config import (
     AutoCount,
     Chunking,
+    DType,
     EngineConfig,
     EngineOptions,
     KVBudget,
@@ -30,11 +31,18 @@ from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
 from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
 from snapstream.config.weights import SUB_BLOCK
 from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
-from snapstream.exec.looped import why_not_looped, why_not_rounded_inputs
+from snapstream.exec.looped import why_not_rounded_inputs
 from snapstream.models.hub import local_folder
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
-from snapstream.plan.memory import EngineMemory, chunk_bytes, engine_memory, split_heads, store_token_bytes
+from snapstream.plan.memory import (
+    EngineMemory,
+    chunk_bytes,
+    engine_memory,
+    speculator_config,
+    split_heads,
+    store_token_bytes,
+)
 
 CPU_CHUNK_LEN = 512
 LEAST_CHUNK_LEN, MOST_CHUNK_LEN = 512, 4096  # at most what is reserved for short prompts
@@ -231,11 +239,12 @@ def engine_config(
         raise ValueError(
             f"a prefix_store is set on a GPU; {model.architecture} has {no_store}, which do not support it there"
         )
-    problem = executor_of(executor).why_not(model, config) or (executor_problems or {}).get(executor)
+    problems = executor_problems or {}
+    problem = executor_of(executor).why_not(model, config) or problems.get(executor)
     if problem is None:
-        return _with_drafts(model, config, options)
+        return _with_drafts(model, config, options, problems)
     if options.executor is None:
-        return _with_drafts(model, replace(config, executor=FALLBACK), options)
+        return _with_drafts(model, replace(config, executor=FALLBACK), options, problems)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
 
 
@@ -253,32 +262,47 @@ def with_speculator(options: EngineOptions, *, config_only: bool = False) -> Eng
     if options.speculative_model is None or isinstance(options.speculative_model, Speculator):
         return options
     folder = local_folder(options.speculative_model, config_only=config_only)
-    model = read_model_config(folder)
-    formats = weight_formats(model, replace(options, dtype="float32"), device="cpu")
-    return replace(options, speculative_model=Speculator(folder=str(folder), model=model, formats=formats))
+    return replace(options, speculative_model=Speculator(folder=str(folder), model=read_model_config(folder)))
 
 
-def _why_not_speculator(model: ModelConfig, executor: str) -> str | None:
-    if executor != "looped":
-        return f"executor is {executor!r}; a draft model needs 'looped', on a CPU"
-    if model.recurrent_layers:
-        return f"{model.architecture} has recurrent layers; such a model takes drafts, and drafts none"
-    if model.has_uneven_layers:
-        return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
-    return why_not_looped(model, dtype="float32", device="cpu")
+def _speculator(
+    own: Speculator, config: EngineConfig, options: EngineOptions, problems: Mapping[str, str]
+) -> Speculator:
+    """The draft model with its executor: on a GPU that of the engine, on a CPU the preferred one, where it supports the
+    model; ValueError for a model that drafts nothing.
+    """
+    if own.model.recurrent_layers:
+        raise ValueError(f"{own.model.architecture} has recurrent layers; such a model takes drafts, and drafts none")
+    is_gpu, preferred = config.device.startswith("cuda"), preferred_executor(config.device)
+    first: tuple[str, DType] = (config.executor, config.dtype) if is_gpu else (preferred, "float32")
+    for executor, dtype in (first, (FALLBACK, config.dtype)):
+        formats = weight_formats(own.model, replace(options, dtype=dtype), device=config.device)
+        own = replace(own, executor=executor, device=config.device, dtype=dtype, formats=formats)
+        steps = speculator_config(own, config.max_rows)
+        if executor_of(executor).why_not(own.model, steps) is None and executor not in problems:
+            break
+    if (reason := why_not_speculative(own.model, steps)) is not None:
+        raise ValueError(reason)
+    return own
 
 
-def _with_drafts(model: ModelConfig, config: EngineConfig, options: EngineOptions) -> EngineConfig:
+def _with_drafts(
+    model: ModelConfig, config: EngineConfig, options: EngineOptions, problems: Mapping[str, str]
+) -> EngineConfig:
     """With as many drafted tokens as the user or the default wants; ValueError where the engine cannot verify any."""
     speculator = options.speculative_model
     wanted, problem = options.num_speculative_tokens, why_not_speculative(model, config)
     if isinstance(speculator, Speculator):
-        reason = problem or _why_not_speculator(speculator.model, config.executor)
-        if reason is not None:
-            raise ValueError(f"speculative_model is {speculator.folder!r}: {reason}")
+        try:
+            if problem is not None:
+                raise ValueError(problem)
+            speculator = _speculator(speculator, config, options, problems)
+        except ValueError as error:
+            raise ValueError(f"speculative_model is {speculator.folder!r}: {error}") from error
     if wanted == "auto":
         # By itself where it was measured; and products of wider steps round differently in other executors.
-        wanted = SPECULATIVE_TOKENS if problem is None and config.executor == "looped" else 0
+        is_on = problem is None and (config.executor == "looped" or speculator is not None)
+        wanted = SPECULATIVE_TOKENS if is_on else 0
     elif wanted and problem is not None:
         raise ValueError(f"num_speculative_tokens is {wanted}: {problem}; leave it out")
     assert not isinstance(speculator, str), "options come from with_speculator"

@@ -19,10 +19,10 @@ from snapstream.config import (
     ParallelConfig,
     Selector,
 )
-from snapstream.config.engine import SNAPSHOT_LEN, SPECULATIVE_TOKENS, Speculator
+from snapstream.config.engine import SNAPSHOT_LEN, Speculator
 from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
-from snapstream.exec.executors import executor_of, mlp_size
+from snapstream.exec.executors import MAX_DRAFTED, executor_of, mlp_size
 from snapstream.exec.row_state import row_state_bytes
 from snapstream.kv.spec import Full, KVSpec, State, Window
 from snapstream.models.registry import kv_spec_of
@@ -219,14 +219,16 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
 
 def speculator_config(speculator: Speculator, max_rows: int) -> EngineConfig:
     """Config of the steps of a speculative draft model (``exec/draft_model.py``)."""
-    slots, is_latent = speculator.num_slots, speculator.model.latent is not None
+    slots, is_looped = speculator.num_slots, speculator.executor == "looped"
     return EngineConfig(
         budget=KVBudget.full(slots),
         max_model_len=slots,
         max_rows=max_rows,
-        executor="looped",
-        kv_dtype="auto" if is_latent else "int8",
-        num_speculative_tokens=SPECULATIVE_TOKENS,  # entries of a step, to feed what a row lacks
+        device=speculator.device,
+        executor=speculator.executor,
+        dtype=speculator.dtype,
+        kv_dtype="int8" if is_looped and speculator.model.latent is None else "auto",
+        num_speculative_tokens=MAX_DRAFTED,  # entries of a step, to feed what a row lacks
         weights=speculator.formats,
         staging_tokens=speculator.num_read,
         short_reserve=0,
@@ -245,10 +247,12 @@ class SpeculatorMemory:
 
 def speculator_memory(speculator: Speculator, max_rows: int) -> SpeculatorMemory:
     """As ``EngineMemory`` counts them, for as many rows as the engine has."""
-    memory = engine_memory(speculator.model, speculator_config(speculator, max_rows))
-    parts = memory.weight_bytes, memory.staging_bytes, memory.transient_bytes, memory.framework_bytes
+    config = speculator_config(speculator, max_rows)
+    memory = engine_memory(speculator.model, config)
+    parts = memory.weight_bytes, memory.staging_bytes, memory.transient_bytes, memory.dequantized_bytes
+    scratch = executor_of(speculator.executor).scratch_bytes(speculator.model, config)  # the framework is the engine's
     return SpeculatorMemory(
-        fixed_bytes=sum(parts), row_bytes=memory.row_bytes, state_bytes=memory.state_bytes,
+        fixed_bytes=sum(parts) + scratch, row_bytes=memory.row_bytes, state_bytes=memory.state_bytes,
         batch_bytes=memory.batch_bytes,
     )  # fmt: skip
 

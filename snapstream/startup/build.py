@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -67,8 +68,7 @@ if TYPE_CHECKING:
 
     from snapstream.distributed.control import WorkerRanks
     from snapstream.distributed.group import Group
-    from snapstream.exec.draft_model import DraftModel
-    from snapstream.exec.eager import MakeDecode
+    from snapstream.exec.eager import DecodeStep, MakeDecode
     from snapstream.exec.runner import MakeTier, ModelRunner
     from snapstream.kernels.interface import Kernels
     from snapstream.models.checkpoint import LoadProgress
@@ -116,10 +116,12 @@ def build_runner(
 ) -> ModelRunner:
     """Load the weights and make a runner of them; a ``MakeRunner``.
 
-    ``kernels`` are the device's unless given; for ``make_decode`` and ``on_unit`` see ``ModelRunner``.
+    ``kernels`` are the device's unless given; for ``make_decode``, also of a draft model, and ``on_unit`` see
+    ``ModelRunner``.
     """
     import torch
 
+    from snapstream.exec.draft_model import DraftModel
     from snapstream.exec.runner import ModelRunner
     from snapstream.models.checkpoint import load_weights
     from snapstream.models.decoder import Decoder
@@ -130,11 +132,15 @@ def build_runner(
     make_tier = _disk_tier(folder, config, 0)
     if config.speculator is not None:
         _check_vocabulary(folder, model, config.speculator)
-    executor = executor_of(config.executor) if make_decode is None else Executor(make=make_decode)
-    dtype, make = getattr(torch, config.dtype), executor.storage(config)
-    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make)
+
+    def load(folder: Path, model: ModelConfig, config: EngineConfig) -> Decoder:
+        executor = executor_of(config.executor) if make_decode is None else Executor(make=make_decode)
+        dtype, make = getattr(torch, config.dtype), executor.storage(config)
+        weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make)
+        return Decoder(model, weights, kernels or _kernels_of(model, config))
+
     runner = ModelRunner(
-        Decoder(model, weights, kernels or _kernels_of(model, config)),
+        load(folder, model, config),
         config,
         grammars,
         make_decode=make_decode,
@@ -142,9 +148,22 @@ def build_runner(
         on_unit=on_unit,
         progress=progress is True,
     )
-    if config.speculator is not None and runner.speculation is not None:
-        runner.speculation.drafter = _draft_model(config.speculator, runner, progress)
+    if (draft := config.speculator) is not None and runner.speculation is not None:
+        own = speculator_config(draft, config.max_rows)
+        decode = make_decode or _decode_of_draft(own, runner.decode)
+        drafter = DraftModel(load(Path(draft.folder), draft.model, own), own, decode)
+        drafter.warm_up(progress is True)
+        runner.speculation.drafter = drafter
     return runner
+
+
+def _decode_of_draft(config: EngineConfig, target: DecodeStep) -> MakeDecode:
+    """Decode of the draft model's executor, on the threads of ``target`` where both are looped."""
+    from snapstream.exec.looped_cpu import LoopedDecode
+
+    if config.executor == "looped" and isinstance(target, LoopedDecode):
+        return partial(LoopedDecode, pool=target.pool)
+    return executor_of(config.executor).decode_step
 
 
 def _kernels_of(model: ModelConfig, config: EngineConfig) -> Kernels | None:
@@ -154,24 +173,6 @@ def _kernels_of(model: ModelConfig, config: EngineConfig) -> Kernels | None:
 
     latents = latent_attention(model, config)
     return None if latents is None or latents.is_ours else with_latents(bind(config.device), latents)
-
-
-def _draft_model(speculator: Speculator, runner: ModelRunner, progress: LoadProgress) -> DraftModel:
-    """The draft model, loaded, for the rows of a runner."""
-    from snapstream.exec.draft_model import DraftModel
-    from snapstream.models.decoder import Decoder
-
-    own = speculator_config(speculator, runner.config.max_rows)
-    decoder = Decoder.load(
-        Path(speculator.folder),
-        speculator.model,
-        own.dtype,
-        own.device,
-        progress=progress,
-        formats=own.weights,
-        make=executor_of(own.executor).storage(own),
-    )
-    return DraftModel(decoder, own, runner.decode)
 
 
 def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator) -> None:

@@ -19,16 +19,18 @@ from snapstream.config.kv import HeadProfile
 from snapstream.exec import draft_model, speculation
 from snapstream.exec.cuda_graph import make_graph
 from snapstream.exec.draft_model import DraftModel
-from snapstream.exec.eager import DraftBatch
+from snapstream.exec.eager import DraftBatch, EagerDecode, MakeDecode
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.speculation import MIN_MATCH, History, Speculation, StepTimes
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint
+from snapstream.models.decoder import Decoder
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.plan.fit import engine_config
+from snapstream.plan.memory import speculator_config
 from snapstream.startup.build import build_runner
-from snapstream.types import Logprob, Request
+from snapstream.types import Grammar, Logprob, Request
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_graph import PlainMaker
 from tests.parity.test_heads import profile, uneven
@@ -113,13 +115,14 @@ def draw_params(random: Random) -> SamplingParams:
 
 
 def by(executor: str) -> dict[str, Any]:
-    """Settings of an LLM."""
-    if executor != "graph":
+    """Settings of an LLM; a draft model of "graph" and of "eager only" decodes as its target."""
+    if executor not in makers():
         return {"executor": executor}
-    return {
-        "executor": "eager",
-        "make_runner": partial(build_runner, make_decode=partial(make_graph, maker=PlainMaker())),
-    }
+    return {"executor": "eager", "make_runner": partial(build_runner, make_decode=makers()[executor])}
+
+
+def makers() -> dict[str, MakeDecode]:
+    return {"graph": partial(make_graph, maker=PlainMaker()), "eager only": EagerDecode}
 
 
 def rounded(logprobs: list[Logprob] | None) -> list[str] | None:
@@ -241,10 +244,12 @@ def test_text_that_repeats_takes_fewer_steps(executor: str) -> None:
         assert sum(output.timings.accepted_tokens for output in outputs) > 30
 
 
+@pytest.mark.parametrize("has_drafter", [False, True])
 @pytest.mark.usefixtures("costless")
-def test_tokens_that_are_read_for_lookups_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: rows in a pause read nothing, and the next lookup sees all their tokens."""
+def test_tokens_that_are_read_for_drafts_alone(monkeypatch: pytest.MonkeyPatch, has_drafter: bool) -> None:
+    """As on a GPU: rows in a pause read nothing, and the next lookup sees all their tokens, as does a draft model."""
     random, lookups, lags = Random(4), [], []
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.0)
     text = "The quick brown fox jumps over the lazy dog. " * 8
     prompts: list[Any] = [text, [random.randrange(6, 4000) for _ in range(40)]]
     params = [
@@ -267,9 +272,10 @@ def test_tokens_that_are_read_for_lookups_alone(monkeypatch: pytest.MonkeyPatch)
     said, seen = [], []
     for is_lazy in (False, True):
         with LLM(TINY_MODEL, executor="eager", num_speculative_tokens=8, max_rows=2, progress=False) as llm:
-            llm.engine.runner.speculation.is_lazy = is_lazy  # type: ignore[attr-defined]
+            own: Any = llm.engine.runner.speculation  # type: ignore[attr-defined]
+            own.is_lazy, own.drafter = is_lazy, Wrong(lookups) if has_drafter else None
             lookups.clear()
-            said.append([llm.generate([own], one)[0].token_ids for own, one in zip(prompts, params, strict=True)])
+            said.append([llm.generate([ids], one)[0].token_ids for ids, one in zip(prompts, params, strict=True)])
             seen.append(list(lookups))
     assert said[0] == said[1] and seen[0] == seen[1]
     assert sum(lags) > 40
@@ -294,8 +300,6 @@ def test_a_prediction_is_drafted_from() -> None:
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.usefixtures("costless")
 def test_grammars_draft_nothing_and_their_neighbours_do(executor: str) -> None:
-    from snapstream.types import Grammar
-
     text = "one two three four five six seven " * 9
     params = [
         SamplingParams(max_tokens=24, temperature=0.0, grammar=Grammar(kind="regex", text="[a-z ]{20}")),
@@ -351,8 +355,13 @@ def test_graphs_take_back_no_states(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def no_lookup(monkeypatch: pytest.MonkeyPatch, costless: None) -> None:
+def no_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+    model_alone(monkeypatch)
+
+
+def model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the draft model drafts, and always pays."""
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.0)
     monkeypatch.setattr(History, "draft", lambda history, most: [])
     monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.0)
     monkeypatch.setattr(speculation, "MOST_WAIT", 1)
@@ -364,13 +373,29 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@needs_compiler
+# Target, draft model, rows, executor.
+PAIRS = [
+    pytest.param(name, draft, max_rows, "looped", marks=needs_compiler)
+    for name in ("qwen3", "deepseek-v3")
+    for draft in (*DRAFTS, "latents", "windows", "small windows")
+    for max_rows in (1, 16, 17)
+]
+PAIRS += [pytest.param("lfm2", "another", 17, "eager", marks=needs_compiler)]
+PAIRS += [
+    pytest.param(name, draft, max_rows, executor)
+    for executor in ("eager only", "graph")
+    for name, draft, max_rows in (
+        ("qwen3", "itself", 1), ("qwen3", "another", 16), ("qwen3", "latents", 17), ("mistral-window", "windows", 16),
+        ("deepseek-v3", "small windows", 1),
+    )
+]  # fmt: skip
+PAIRS += [pytest.param(name, "another", 17, "eager only") for name in ("lfm2", "qwen3.5", "gpt-oss")]
+
+
 @pytest.mark.usefixtures("no_lookup")
-@pytest.mark.parametrize("max_rows", [1, 16, 17])
-@pytest.mark.parametrize("draft", [*DRAFTS, "latents", "windows", "small windows"])
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3"])
+@pytest.mark.parametrize(("name", "draft", "max_rows", "executor"), PAIRS)
 def test_a_draft_model_changes_no_answer(
-    name: str, draft: str, max_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, draft: str, max_rows: int, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where its rows are full again and again, and where it falls behind more than a step takes."""
     monkeypatch.setattr(Speculator, "MOST_SLOTS", 48)
@@ -383,29 +408,81 @@ def test_a_draft_model_changes_no_answer(
     params = [draw_params(random) for _ in prompts]
     if max_rows == 1:
         params = [replace(own, n=1) for own in params]
-    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "max_rows": max_rows}
-    if name == "deepseek-v3":
+    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "max_rows": max_rows, "executor": executor}
+    if name in ("deepseek-v3", "gpt-oss", "qwen3.5"):
         settings["max_rows"] = max(max_rows, 28) if max_rows > 1 else 1
     want, _, _ = answers(folder, 0, prompts, params, **settings)
     got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, speculative_model=other, **settings)
     assert got == want
     assert num_drafted > num_accepted
-    assert num_drafted > (8 if name == "qwen3" else 1)  # full rows of latents draft none
+    assert num_drafted > (1 if name == "deepseek-v3" else 8)  # full rows of latents draft none where decode is looped
 
 
-@needs_compiler
 @pytest.mark.usefixtures("no_lookup")
-def test_a_draft_model_that_is_the_model_is_nearly_always_right() -> None:
-    """Its rows are in int8; its context is whole, so nothing else differs."""
+@pytest.mark.parametrize("executor", ["eager only", "graph"])
+def test_a_draft_model_beside_all_that_rows_have(executor: str, tmp_path: Path) -> None:
+    """Formats of rows, heads with their own budgets, rows with a grammar, and stop strings."""
+    folder, random = save(make_model("qwen3", head_dim=32), tmp_path / "target"), Random(executor)
+    other = save(make_model("qwen3", head_dim=32), tmp_path / "draft")
+    prompts = [repeating(random, random.choice([4, 33, 100])) for _ in range(9)]
+    params = [draw_params(random) for _ in prompts]
+    settings: dict[str, Any] = {
+        "budget": BUDGETS["rows"], "kv_dtype": "fp8", "heads": profile(folder), "executor": executor,
+    }  # fmt: skip
+    want, _, _ = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, speculative_model=other, **settings)
+    assert got == want and num_drafted > num_accepted > 5
+    texts = ["one two three four five six seven", "The quick brown fox"]
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    params = [
+        replace(greedy, max_tokens=24, grammar=Grammar(kind="regex", text="[a-z ]{20}")), replace(greedy, stop=["e"]),
+    ]  # fmt: skip
+    said = []
+    for draft in (None, TINY_MODEL):
+        with LLM(TINY_MODEL, speculative_model=draft, max_rows=4, progress=False, **by(executor)) as llm:
+            outputs = llm.generate(texts, params)
+            said.append([(output.text, output.finish_reason) for output in outputs])
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("executor", [*EXECUTORS, "eager only"])
+@pytest.mark.usefixtures("no_lookup")
+def test_a_draft_model_that_is_the_model_is_nearly_always_right(executor: str) -> None:
+    """Its rows are in int8 where it is looped; its context is whole, so nothing else differs."""
     params = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
     random = Random(2)
     prompts = [[random.randrange(6, 4000) for _ in range(size)] for size in (1, 30, 400)]
-    with LLM(TINY_MODEL, budget="full", max_model_len=512, speculative_model=TINY_MODEL, progress=False) as llm:
+    settings = by(executor) | {"budget": "full", "max_model_len": 512, "speculative_model": TINY_MODEL}
+    with LLM(TINY_MODEL, progress=False, **settings) as llm:
         assert any(line.startswith("draft model: ") and "a row, at most 8 tokens" in line for line in llm.notes)
         outputs = llm.generate(prompts, params)
     for output in outputs:
         assert output.timings.drafted_tokens > 40
         assert output.timings.accepted_tokens > 0.9 * output.timings.drafted_tokens
+
+
+@pytest.mark.parametrize(("executor", "num_rows"), [("eager only", 17), ("graph", 16)])
+def test_what_a_draft_model_is_fed_is_what_it_would_read(executor: str, num_rows: int, tmp_path: Path) -> None:
+    """Rows that go on by none, some or all of their drafts and by other tokens, more than a step feeds at once."""
+    folder, random = save(make_model("qwen3"), tmp_path), Random(num_rows)
+    model = Speculator(folder=str(folder), model=read_model_config(folder), executor="eager")
+    config, decoder = speculator_config(model, 17), Decoder.load(folder, model.model, "float32", "cpu", progress=False)
+    fed, read = (DraftModel(decoder, config, makers()[executor]) for _ in range(2))
+    for own in (fed, read):
+        own.warm_up(progress=False)
+    rows = [History([random.randrange(3, VOCAB) for _ in range(random.choice([1, 7, 40]))]) for _ in range(17)]
+    for _ in range(8):
+        chosen = random.sample(range(17), num_rows - random.choice([0, 0, 5]))
+        wanted = [(row, rows[row], random.choice([1, 2, 5])) for row in chosen]
+        for row in chosen:
+            read.forget(row)
+        drafts = fed.draft(wanted)
+        assert drafts == read.draft(wanted)
+        assert [len(draft) for draft in drafts] == [count for _, _, count in wanted]
+        for row, draft in zip(chosen, drafts, strict=True):
+            others = [random.randrange(3, VOCAB) for _ in range(random.choice([1, 1, 1, 9]))]
+            for token in [*draft[: random.choice([0, 1, 5])], *others]:
+                rows[row].append(token)
 
 
 @needs_compiler
@@ -433,8 +510,10 @@ def test_lookup_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
 class Wrong:
     """A drafter that is never right and takes as long as a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: list[int] | None = None) -> None:
+        """``seen``: of every row that is asked for, how many tokens it has."""
         self.seconds, self.read_seconds, self.num_asked = 1.0, 0.0, 0
+        self._seen = seen
 
     def forget(self, row: int) -> None: ...
 
@@ -443,6 +522,8 @@ class Wrong:
 
     def draft(self, wanted: Any) -> list[list[int]]:
         self.num_asked += 1
+        if self._seen is not None:
+            self._seen += [history.num_tokens for _, history, _ in wanted]
         return [[3] * count for _, _, count in wanted]
 
 
@@ -470,7 +551,6 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"executor": "eager"}, "executor is 'eager'; a draft model needs 'looped', on a CPU"),
         ({"tensor_parallel": 2}, "several ranks"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),
@@ -479,6 +559,52 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
 def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         LLM(TINY_MODEL, progress=False, **{"speculative_model": TINY_MODEL} | settings)
+
+
+@pytest.mark.parametrize(
+    ("device", "target", "draft", "problems", "own"),
+    [
+        ("cpu", {"executor": "looped"}, "qwen3", {}, ("looped", "float32", "int8")),
+        ("cpu", {"executor": "eager", "dtype": "bfloat16"}, "qwen3", {}, ("looped", "float32", "int8")),
+        ("cpu", {"executor": "eager", "dtype": "bfloat16"}, "qwen3", {"looped": "no compiler"},
+         ("eager", "bfloat16", "auto")),
+        ("cuda", {"executor": "graph", "dtype": "bfloat16"}, "qwen3", {}, ("graph", "bfloat16", "auto")),
+        ("cuda", {"executor": "eager", "dtype": "bfloat16"}, "deepseek-v3", {}, ("eager", "bfloat16", "auto")),
+        ("cuda", {"executor": "graph", "weights": "int8"}, "mixtral", {}, ("eager", "float32", "auto")),
+    ],
+)  # fmt: skip
+def test_a_draft_model_has_the_executor_of_its_device(
+    device: str, target: dict[str, Any], draft: str, problems: dict[str, str], own: tuple[str, ...], tmp_path: Path
+) -> None:
+    sizes = (
+        {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96} if target.get("weights") else {}
+    )  # whole groups
+    model = read_model_config(save(make_model("qwen3", **sizes), tmp_path / "target"))
+    small = read_model_config(save(make_model(draft, **sizes), tmp_path / "draft"))
+    other = Speculator(folder="draft", model=small)
+    config = engine_config(
+        model, EngineOptions(speculative_model=other, **target), KVBudget.full(128), 128, device=device,
+        executor_problems=problems,
+    )  # fmt: skip
+    assert config.speculator is not None and config.num_speculative_tokens == 8
+    steps = speculator_config(config.speculator, 4)
+    assert (steps.executor, steps.dtype, steps.kv_dtype) == own and steps.device == device
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "executor", "reason"),
+    [
+        ("lfm2", "qwen3", "graph", "executor 'graph': Lfm2ForCausalLM has recurrent layers, and no graph takes back"),
+        ("qwen3", "lfm2", "graph", "Lfm2ForCausalLM has recurrent layers; such a model takes drafts, and drafts none"),
+        ("qwen3", "gemma4-shared", "eager", "has layers that differ in their heads, whose slots are not restored"),
+    ],
+)
+def test_pairs_that_no_executor_runs_are_refused(
+    target: str, draft: str, executor: str, reason: str, tmp_path: Path
+) -> None:
+    other = Speculator(folder="small", model=read_model_config(save(make_model(draft), tmp_path / "draft")))
+    with pytest.raises(ValueError, match=f"speculative_model is 'small': .*{reason}"):
+        decided(target, tmp_path / "target", "cuda", executor=executor, speculative_model=other)
 
 
 @needs_compiler

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks.stand_ins import random_weights
 from snapstream.config import Chunking, DType, EngineConfig, KVBudget, ModelConfig
+from snapstream.config.engine import Speculator
 from snapstream.exec.cuda_graph import GraphDecode
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.runner import ModelRunner
@@ -28,7 +29,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.plan.memory import engine_memory
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from snapstream.types import SamplingParams
-from tests.engine.test_speculation import Oracle, draw_params, repeating
+from tests.engine.test_speculation import DRAFTS, Oracle, draw_params, model_alone, repeating
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
@@ -98,6 +99,34 @@ def test_drafts_change_no_token(
         sum(getattr(output.timings, own) for output in outputs) for own in ("drafted_tokens", "accepted_tokens")
     )
     assert drafted > accepted > 5 if has_drafts else drafted == 0
+
+
+@pytest.mark.parametrize("executor", ["eager", "graph"])
+@pytest.mark.parametrize(
+    ("name", "draft", "max_rows"), [("qwen3", {}, 5), ("qwen3", DRAFTS["another"], 17), ("lfm2", DRAFTS["another"], 16)]
+)
+def test_a_draft_model_changes_no_token(
+    name: str, draft: dict[str, Any], max_rows: int, executor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full rows of target and draft; the draft is the model itself or random."""
+    model_alone(monkeypatch)
+    monkeypatch.setattr(Speculator, "MOST_SLOTS", 48)
+    rng, folder = random.Random(name), save(make_model(name), tmp_path / "target")
+    small = save(make_model("qwen3", **draft), tmp_path / "draft")
+    prompts = [repeating(rng, rng.choice([1, 30, 33, 90, 110])) for _ in range(20)]
+    sampling = [replace(draw_params(rng), n=1, logprobs=None) for _ in prompts]
+    own: dict[str, Any] = {**SETTINGS, "max_rows": max_rows, "executor": executor}
+    if executor == "graph" and name == "lfm2":
+        with pytest.raises(ValueError, match="no graph takes back their states"):
+            LLM(folder, speculative_model=small, **own)
+        return
+    said = []
+    for model in (None, small):
+        with LLM(folder, speculative_model=model, **own) as llm:
+            outputs = llm.generate(prompts, sampling)
+        said.append([output.token_ids for output in outputs])
+    assert said[0] == said[1]
+    assert sum(output.timings.drafted_tokens for output in outputs) > 8
 
 
 @pytest.mark.parametrize("executor", ["eager", "graph"])
