@@ -18,7 +18,7 @@ OpenTelemetry is imported or called. Its packages are those of the extra [otel];
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import monotonic, time_ns
 from typing import Any
@@ -33,6 +33,7 @@ from snapstream.server.http.connections import REASONS, ConnectionGuard
 from snapstream.types import FinishReason
 
 OURS, THEIRS = "snapstream:", "vllm:"
+Values = Mapping[Any, float]  # by the values of further labels, a tuple
 ALIASED = frozenset(
     """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens generation_tokens request_success
     time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds request_queue_time_seconds
@@ -132,7 +133,15 @@ class Metrics:
                 yield _alias(family)
 
     def _engine_families(self, model: str) -> Iterator[Metric]:
-        stats = self._stats()
+        def family(
+            kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, values: Values, *labels: str
+        ) -> Metric:
+            found = kind(OURS + name, text, labels=["model_name", *labels])
+            for own, value in values.items():
+                found.add_metric([model, *own], value)
+            return found
+
+        stats, guard = self._stats(), self._guard
         rows_used = stats.rows_total - stats.rows_free
         for name, text, value in (
             ("num_requests_running", "Requests in prefill or decode.", stats.num_running),
@@ -143,9 +152,7 @@ class Metrics:
             ("prefix_store_blocks_used", "Blocks of the prefix store in use.", stats.prefix_blocks_used),
             ("prefix_store_blocks", "Blocks that the prefix store holds; 0: there is none.", stats.prefix_blocks_total),
         ):
-            gauge = GaugeMetricFamily(OURS + name, text, labels=["model_name"])
-            gauge.add_metric([model], value)
-            yield gauge
+            yield family(GaugeMetricFamily, name, text, {(): value})
         for name, text, total in (
             ("prompt_tokens", "Prompt tokens prefilled.", stats.prompt_tokens_total),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
@@ -164,31 +171,16 @@ class Metrics:
             ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
             ("engine_stalls", "Engines that were killed because they made no progress.", stats.stalls_total),
         ):
-            counter = CounterMetricFamily(OURS + name, text, labels=["model_name"])
-            counter.add_metric([model], total)
-            yield counter
-        origins = CounterMetricFamily(
-            OURS + "prefix_hits", "Tokens found in the prefix store.", labels=["model_name", "origin"]
-        )
-        by_origin = {"answer": stats.prefix_answer_hits_total, "idle": stats.prefix_idle_hits_total}
-        origins.add_metric([model, "prompt"], stats.prefix_hits_total - sum(by_origin.values()))
-        for origin, total in by_origin.items():
-            origins.add_metric([model, origin], total)
-        yield origins
-        faults = CounterMetricFamily(
-            OURS + "http_errors", "Answers that are errors.", labels=["model_name", "status", "reason"]
-        )
-        for (status, reason), total in sorted(self._faults.items()):
-            faults.add_metric([model, str(status), reason], total)
-        num_malformed = 0 if self._guard is None else self._guard.num_malformed
-        faults.add_metric([model, "400", "malformed_http"], num_malformed)
-        yield faults
-        closed = CounterMetricFamily(
-            OURS + "connections_closed", "Connections that the server closed.", labels=["model_name", "reason"]
-        )
-        for reason in REASONS:
-            closed.add_metric([model, reason], 0 if self._guard is None else self._guard.closed[reason])
-        yield closed
+            yield family(CounterMetricFamily, name, text, {(): total})
+        of_answers, idle = stats.prefix_answer_hits_total, stats.prefix_idle_hits_total
+        origins = {("prompt",): stats.prefix_hits_total - of_answers - idle, ("answer",): of_answers, ("idle",): idle}
+        yield family(CounterMetricFamily, "prefix_hits", "Tokens found in the prefix store.", origins, "origin")
+        faults = {(str(status), reason): total for (status, reason), total in sorted(self._faults.items())}
+        faults |= {("400", "malformed_http"): 0 if guard is None else guard.num_malformed}
+        yield family(CounterMetricFamily, "http_errors", "Answers that are errors.", faults, "status", "reason")
+        closed = {(reason,): 0 if guard is None else guard.closed[reason] for reason in REASONS}
+        text = "Connections that the server closed."
+        yield family(CounterMetricFamily, "connections_closed", text, closed, "reason")
 
     def _row_totals(self, stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
         """Totals of KV transfer; empty without it."""
