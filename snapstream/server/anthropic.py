@@ -29,25 +29,24 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json, to_json
 
-from snapstream.config import as_count
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, body_schema
 from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
-from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
+from snapstream.server.openai.generation import Step, new_usage, prepare_chat, prompt_ids, run, stream
 from snapstream.server.openai.protocol import (
     STATE,
     Body,
     ChatBody,
     KVCacheOptions,
     ReasoningEffort,
+    check_count,
     check_fields,
     is_harmless,
     kinds_of,
     parse,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools import tools_of
 from snapstream.types import FinishReason
 
 # Field -> values besides null that change nothing.
@@ -392,10 +391,7 @@ def anthropic_routes(server: ServerState) -> APIRouter:
 async def _messages(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
     body = _parsed(server, MessagesBody, data)
-    try:
-        as_count("max_tokens", body.max_tokens, 1)
-    except ValueError as error:
-        raise bad_value(str(error), "max_tokens") from None
+    check_count("max_tokens", body.max_tokens, 1)
     chat = _as_chat(body).model_copy(update={"stop": body.stop_sequences, **_sampling(body)})
     prepared = await prepare_chat(server, chat, f"msg_{context.answer_id}", context.namespace)
     answer = MessageAnswer(
@@ -415,10 +411,7 @@ async def _count(server: ServerState, data: dict[str, Any]) -> Response:
     """Tokens of the prompt of ``/v1/messages`` with the same fields."""
     body = _parsed(server, CountBody, data)
     server.require_model(body.model)
-    chat = _as_chat(body)
-    tools = tools_of(chat, server.call_format, template_has_tools=server.template_has_tools)
-    prompt = await server.prompts.chat(chat, server.metadata.max_model_len, has_tools=not tools.is_off)
-    return JSONResponse({"input_tokens": len(prompt.ids)})
+    return JSONResponse({"input_tokens": len(await prompt_ids(server, _as_chat(body)))})
 
 
 def _parsed(server: ServerState, kind: type[B], data: dict[str, Any]) -> B:

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from fastapi import Response
 
-from snapstream.config import InvalidValue, KVBudget, Selector, as_count, make_selector
+from snapstream.config import InvalidValue, KVBudget, Selector, make_selector
 from snapstream.engine.validate import check_request
 from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta
 from snapstream.server.http.errors import ApiError, bad_value, not_finite
@@ -33,9 +33,17 @@ from snapstream.server.openai.answer_reader import (
     find_answer_start,
     unused_options,
 )
-from snapstream.server.openai.protocol import ChatBody, CompletionBody, GenerationBody, not_followed, too_long
+from snapstream.server.openai.protocol import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TemplateOptions,
+    check_count,
+    not_followed,
+    too_long,
+)
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools import plan_answer, template_tools
+from snapstream.server.openai.tools import plan_answer, template_tools, tools_of
 from snapstream.server.options import ServerSettings
 from snapstream.server.telemetry import Metrics, RequestWatch
 from snapstream.spec_prefill.settings import PromptCompression
@@ -87,10 +95,7 @@ def chat_options(
     top = body.top_logprobs
     if top and not body.logprobs:
         raise bad_value("top_logprobs needs logprobs to be true", "top_logprobs")
-    try:
-        as_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would name logprobs
-    except ValueError as error:
-        raise _fault(error) from None
+    check_count("top_logprobs", top or 0, 0, MAX_LOGPROBS)  # ``SamplingParams`` would name logprobs
     if shows_special and body.skip_special_tokens is None:
         body = body.model_copy(update={"skip_special_tokens": False})
     logprobs = (top or 0) if body.logprobs else None
@@ -193,10 +198,10 @@ def _options(
     prompt_logprobs: int | None,
     grammar: Grammar | None = None,
 ) -> RequestedOptions:
+    if body.max_completion_tokens is not None and max_tokens is not None:  # an error names the field that was sent
+        check_count("max_completion_tokens", max_tokens, 1)
     given: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
     try:
-        if body.max_completion_tokens is not None and max_tokens is not None:  # an error names the field that was sent
-            as_count("max_completion_tokens", max_tokens, 1)
         if body.include_stop_str_in_output is not None:
             given["include_stop"] = body.include_stop_str_in_output
         sampling = SamplingParams(
@@ -437,6 +442,12 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         closing_id=server.texts.id_of(closing_of(server.reasoning)),
         make_calls=plan.make_parser,
     )
+
+
+async def prompt_ids(server: ServerState, body: TemplateOptions) -> tuple[int, ...]:
+    """The prompt of a conversation whose tokens are to be counted."""
+    tools = tools_of(body, server.call_format, template_has_tools=server.template_has_tools)
+    return (await server.prompts.chat(body, server.metadata.max_model_len, has_tools=not tools.is_off)).ids
 
 
 async def left_uncompressed(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
 
+from snapstream.config import as_count
 from snapstream.server.engine.api import EngineDead
 from snapstream.server.http.errors import ApiError, ContextLengthError, bad_value, queue_full, unavailable
 from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, object_of
@@ -314,6 +315,14 @@ def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
     inner = data.get("stream_options")
     inside = set(inner) - set(StreamOptions.model_fields) if isinstance(inner, Mapping) else set()
     return set(data) - known | {f"stream_options.{name}" for name in inside}
+
+
+def check_count(name: str, value: int, least: int, most: int | None = None) -> None:
+    """400 for a number out of range."""
+    try:
+        as_count(name, value, least, most)
+    except ValueError as error:
+        raise bad_value(str(error), name) from None
 
 
 def kinds_of(tools: Sequence[Mapping[str, Any]]) -> set[str]:

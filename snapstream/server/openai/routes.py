@@ -48,6 +48,7 @@ from snapstream.server.openai.generation import (
     make_request,
     new_usage,
     prepare_chat,
+    prompt_ids,
     run,
     stream,
 )
@@ -67,7 +68,7 @@ from snapstream.server.openai.protocol import (
     unknown_fields,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools import read_structured_output, tools_of
+from snapstream.server.openai.tools import read_structured_output
 from snapstream.types import CompressionSummary, FinishReason, Logprob
 
 LEAST = -9999.0  # JSON has no minus infinity; OpenAI uses this
@@ -472,8 +473,7 @@ async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
         # Clients may send a whole chat request to be counted: its other fields are known, too.
         server.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
         server.require_model(body.model)
-        tools = tools_of(body, server.call_format, template_has_tools=server.template_has_tools)
-        ids = (await server.prompts.chat(body, max_len, has_tools=not tools.is_off)).ids
+        ids = await prompt_ids(server, body)
     else:
         check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
         body = parse(TokenizePromptBody, data)

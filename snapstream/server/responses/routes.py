@@ -27,17 +27,15 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from pydantic_core import to_json
 
-from snapstream.config import as_count
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import answers, body_schema
 from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
-from snapstream.server.openai.generation import Step, new_usage, prepare_chat, run, stream
+from snapstream.server.openai.generation import Step, new_usage, prepare_chat, prompt_ids, run, stream
 from snapstream.server.openai.prompts import TokenText
-from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_fields, kinds_of, parse
+from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_count, check_fields, kinds_of, parse
 from snapstream.server.openai.routes import chat_entries
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
-from snapstream.server.openai.tools import tools_of
 from snapstream.server.responses import protocol
 from snapstream.server.responses.protocol import (
     MAX_METADATA,
@@ -165,9 +163,7 @@ async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any]
     server.require_model(body.model)
     before = store.before(body.previous_response_id, owner)
     chat = _as_chat(body, before.items if before else (), store.resolve(read_input(body.input), owner))
-    tools = tools_of(chat, server.call_format, template_has_tools=server.template_has_tools)
-    prompt = await server.prompts.chat(chat, server.metadata.max_model_len, has_tools=not tools.is_off)
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(await prompt_ids(server, chat))})
 
 
 def _parsed(server: ServerState, data: dict[str, Any]) -> ResponsesBody:
@@ -185,10 +181,7 @@ def _check(body: ResponsesBody, store: ResponseStore) -> None:
         message = "store true needs a server that stores responses, and this one does not (--responses-store 0)"
         raise bad_value(message, "store", "unsupported_parameter")
     if body.max_output_tokens is not None:
-        try:
-            as_count("max_output_tokens", body.max_output_tokens, 1)
-        except ValueError as error:
-            raise bad_value(str(error), "max_output_tokens") from None
+        check_count("max_output_tokens", body.max_output_tokens, 1)
     metadata = body.metadata or {}
     if len(metadata) > MAX_METADATA:
         raise bad_value(f"metadata has {len(metadata)} keys; the limit is {MAX_METADATA}", "metadata")
