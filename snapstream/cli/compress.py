@@ -219,7 +219,7 @@ Examples:
 
 def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
     try:
-        from snapstream.proxy.app import run_proxy
+        from snapstream.proxy import run_proxy
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
     from snapstream.server.http.lifecycle import listen, set_up_log

@@ -17,7 +17,7 @@ import pytest
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.assets.documents import make_document
 from snapstream.cli import main
-from snapstream.proxy.app import make_proxy
+from snapstream.proxy import make_proxy
 from snapstream.server.options import ProxyOptions
 from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.draft import Draft

@@ -23,7 +23,7 @@ import openai
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from snapstream.proxy.app import run_proxy
+from snapstream.proxy import run_proxy
 from snapstream.server.http.lifecycle import listen
 from snapstream.server.options import ProxyOptions
 from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream, on_socket
@@ -310,7 +310,7 @@ def test_the_upstream_may_end_in_v1() -> None:
 
 SLOW = """
 import sys
-from snapstream.proxy.app import run_proxy
+from snapstream.proxy import run_proxy
 from snapstream.server.options import ProxyOptions
 from snapstream.server.http.lifecycle import listen
 from snapstream.server.http.lifecycle import set_up_log

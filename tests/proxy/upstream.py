@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp
 
-from snapstream.proxy.app import make_proxy, proxy_config
+from snapstream.proxy import make_proxy, proxy_config
 from snapstream.server.options import ProxyOptions
 from snapstream.spec_prefill.settings import Protection
 from snapstream.types import CompressionSummary
