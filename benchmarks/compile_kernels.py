@@ -29,7 +29,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.compile_codes import code_launchers
 from benchmarks.machine import RESULTS
 from figures.machine import describe
 from snapstream.config.weights import GROUPS
@@ -43,6 +42,8 @@ PREFILL_90 = "prefill_attention, sm_90"  # tiles that only Hopper's shared memor
 FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
           torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
+NUM_OUT, NUM_IN = 4096, 4096  # o of Llama-3.1-8B
+NARROW_OUT = 2048  # of Llama-3.2-1B: programs take fewer rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +298,26 @@ def recurrent_launchers(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable
                 model, "memory_step",
                 partial(recurrence.launch_memory_step, mixed, gates, states, rows, empty(heads), step, skip),
             )  # fmt: skip
+
+
+def code_launchers(dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Both widths, every tile of tokens, and the sizes of groups, each with what it is."""
+    from snapstream.kernels.triton import configs, products
+
+    def empty(*size: int, kind: torch.dtype) -> Tensor:
+        return torch.empty(*size, dtype=kind, device="meta")
+
+    def launcher(num_tokens: int, num_out: int, bits: int, group: int) -> Callable[[], object]:
+        x, stored = empty(num_tokens, NUM_IN, kind=dtype), empty(num_out, NUM_IN * bits // 8, kind=torch.uint8)
+        scales = empty(num_out, NUM_IN // group, kind=torch.float16)
+        return lambda: products.launch_code_linear(x, stored, scales, None)
+
+    tiles = configs.CODE_TOKENS[:1] if dtype == torch.float32 else configs.CODE_TOKENS
+    for group in groups:
+        for bits in (8, 4):
+            for tokens in tiles:
+                yield f"int{bits} in groups of {group}, {tokens} tokens", launcher(tokens, NUM_OUT, bits, group)
+            yield f"int{bits} in groups of {group}, narrow", launcher(1, NARROW_OUT, bits, group)
 
 
 def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ import re
 import shutil
 from pathlib import Path
 
-from evals.suite_command import run_command
+from evals.public_suites import run_command
 
 KINDS = (".json", ".jsonl", ".parquet")
 DEFINITION = '''"""{task} of lighteval over rows at hand; written by evals.lighteval_suites."""

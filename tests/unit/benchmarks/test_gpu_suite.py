@@ -21,7 +21,7 @@ from benchmarks.gpu_suite import apart, speed, suite
 from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
-from benchmarks.gpu_wanted import WANTED
+from benchmarks.gpu_tables import WANTED
 from benchmarks.machine import RESULTS
 from tests.waiting import HANG_S
 
