@@ -157,7 +157,7 @@ class SnapStreamLayer(StaticLayer):
         return self.cumulative_length if self._has_prompt else 0
 
     def get_max_length(self) -> int:
-        """None: a row takes any number of tokens."""
+        """-1: a row takes any number of tokens."""
         return -1
 
     def reset(self) -> None:

@@ -373,8 +373,8 @@ class ProxyOptions(RequestLimits):
 def _is_base_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-        template_has_tools = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:  # a port that is no number or above 65535, half an IPv6 address
         return False
     is_whole = not any(char.isspace() for char in text)
-    return parts.scheme in ("http", "https") and template_has_tools and is_whole and not (parts.query or parts.fragment)
+    return parts.scheme in ("http", "https") and has_host and is_whole and not (parts.query or parts.fragment)

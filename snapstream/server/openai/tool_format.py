@@ -12,15 +12,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 from uuid import uuid4
 
 from snapstream.grammar import closed, schema_options
 from snapstream.types import MAX_GRAMMAR_CHARS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 CUSTOM_INPUT = "input"  # the one parameter of a custom tool, as the model sees it
 

@@ -319,7 +319,6 @@ def read_response_format(given: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def _structured(given: Mapping[str, Any]) -> Grammar | None:
-
     field = "structured_outputs"
     for name, value in given.items():
         if name in _MAKERS or value is None:
