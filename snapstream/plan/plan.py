@@ -4,16 +4,8 @@ Everything follows from the config's integers, so the figures are bounds or pred
 
 * a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales; with
   KV re-selection also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 scores;
-* weights: the shapes and formats of ``models/sharding.py``; where they are not in the dtype also one layer of them in
-  the dtype, which prefill dequantizes;
-* a prefill of N tokens: hidden states ``N D``, staging of one layer ``2 N G E`` (latents: ``N E``, and keys and values
-  of all heads expanded from them ``2 N H X``), and the larger of one chunk's temporaries,
-  ``T max(D + (8 H + 4 G) E, H E + 4 D + 3 I)`` (with k experts per token of inner size M at least
-  ``k max(D + 2 M, 3 M, 2 D)`` for ``3 I``), and one fp32 scoring block, ``observation_len H`` by 4096 keys
-  (``memory.py``); with hops also one layer's queries ``N H E``;
-* rows that fit: ``(memory - fixed) / (row + decode of a row)``, as the engine itself counts (``memory.py``): fixed are
-  weights, prefill, the padding row, the framework and a draft; prefill is here the pool that the engine allocates
-  once, for ``max_model_len`` and a reserve for short prompts;
+* weights, a prefill of N tokens, rows that fit: as ``memory.py`` counts them, for the engine too. For rows that fit,
+  prefill is the pool that the engine allocates once, for ``max_model_len`` and a reserve for short prompts;
 * tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
   once (an untied embedding table is left out: B lines of it; of X experts, ``X (1 - (1 - k / X)^B)`` are read) and
   the visible slots of every row once;
