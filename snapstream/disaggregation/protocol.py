@@ -24,14 +24,13 @@ import hmac
 import os
 import ssl
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
 
 from snapstream.config import SELECTORS, KVBudget, Selector
-from snapstream.config.kv import HeadSlots
 from snapstream.config.values import is_loopback
 from snapstream.types import Request, RowTicket, SamplingParams
 from snapstream.wire import WireError, mac, pack, unpack_one
@@ -156,40 +155,15 @@ class RowSizes:
     """Bytes of the frames of a row."""
 
     num_layers: int
-    slot_bytes: tuple[int, ...]  # by layer, keys and values of one slot, with its scales in int8
-    scale_bytes: tuple[int, ...] = ()  # by layer: rows in FP8; empty: none
-    vote_bytes: int = 0  # per layer and selected slot: attention scores, with KV re-selection
-    hidden_bytes: int  # the last hidden state
     num_kv_heads: int = 1  # where layers differ, the most
-    heads: HeadSlots | None = None  # per-head budgets; None: all heads have the request's
-    windows: tuple[int | None, ...] = ()  # by layer, slots of a ring that no budget changes; empty: no layer has one
-    states: tuple[
-        int | None, ...
-    ] = ()  # by layer, bytes of a recurrent state in place of slots; empty: no layer has one
-
-    def layer_bytes(self, prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
-        """Bytes of each layer of a prompt's row."""
-        if self.heads is not None:
-            budgets = self.heads.of(budget, prompt_len).budgets
-        else:
-            windows = self.windows or (None,) * self.num_layers
-            own = (budget if size is None else KVBudget.full(size) for size in windows)
-            budgets = tuple((layer,) for layer in own)
-        states = self.states or (None,) * self.num_layers
-        scales = self.scale_bytes or (0,) * self.num_layers
-        return tuple(
-            scale + sum(self._head_bytes(prompt_len, own, slot) for own in layer) if state is None else state
-            for state, layer, slot, scale in zip(states, budgets, self.slot_bytes, scales, strict=True)
-        )
+    hidden_bytes: int  # the last hidden state
+    layer_bytes: Callable[
+        [int, KVBudget], tuple[int, ...]
+    ]  # each layer of a row, by the prompt's length and the budget
 
     def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
         """Host memory that the row takes on either side during the transfer."""
         return sum(self.layer_bytes(prompt_len, budget)) + self.hidden_bytes
-
-    def _head_bytes(self, prompt_len: int, budget: KVBudget, slot_bytes: int) -> int:
-        """Of a head with its own budget, else of all heads of a layer."""
-        num_slots, num_parts = min(prompt_len, budget.capacity), 1 if self.heads is None else self.num_kv_heads
-        return (self.vote_bytes * budget.num_topk + slot_bytes * num_slots) // num_parts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ slots of another as nothing. Invariant: ``place`` after
 ``take`` copies the first row bit for bit, whatever the number of ranks of either engine: whole rows are sent. With
 tensor parallelism the ranks gather and scatter kv heads, with data-parallel attention the owner of a row broadcasts it;
 all ranks must make the same calls in the same order.
-``disaggregation/protocol.py`` has the sizes (``RowSizes``). With per-head budgets n and K differ between heads, and a
+``plan/memory.py`` has the sizes (``row_sizes``). With per-head budgets n and K differ between heads, and a
 layer is one run of bytes; this needs a single device.
 """
 

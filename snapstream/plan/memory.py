@@ -33,18 +33,28 @@ from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_co
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     """Bytes of the frames of a KV transfer (``exec/row_transfer.py``); ranks send and receive whole rows."""
     spec = kv_spec_of(model, config.dtype, config.kv_dtype).limited(config.max_model_len)
-    own_slots = [layer if isinstance(layer, Full) else None for layer in spec.layers]
+    score_bytes = 0 if config.reselection is None else 4 * spec.num_kv_heads  # of a selected slot of all heads
+
+    def one_layer(index: int, prompt_len: int, budget: KVBudget) -> int:
+        layer = spec.layers[index]
+        if isinstance(layer, State):
+            return spec.layer_state_bytes(index)
+        if not isinstance(layer, Full):
+            return 0
+        budgets: tuple[KVBudget, ...] = (KVBudget.full(layer.num_tokens) if isinstance(layer, Window) else budget,)
+        num_parts = 1
+        if config.heads is not None:
+            budgets, num_parts = config.heads.of(budget, prompt_len).budgets[index], spec.num_kv_heads
+        slot_bytes = spec.slot_bytes(layer)
+        slots = (score_bytes * own.num_topk + slot_bytes * min(prompt_len, own.capacity) for own in budgets)
+        return spec.head_scale_bytes(layer.num_kv_heads) + sum(size // num_parts for size in slots)
+
     return RowSizes(
         num_layers=spec.num_layers,
-        slot_bytes=tuple(0 if layer is None else spec.slot_bytes(layer) for layer in own_slots),
-        scale_bytes=tuple(0 if layer is None else spec.head_scale_bytes(layer.num_kv_heads) for layer in own_slots),
-        vote_bytes=0 if config.reselection is None else 4 * spec.num_kv_heads,
-        hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
         num_kv_heads=spec.num_kv_heads,
-        heads=config.heads,
-        windows=tuple(own.num_tokens if isinstance(own, Window) else None for own in spec.layers),
-        states=tuple(
-            spec.layer_state_bytes(layer) if isinstance(own, State) else None for layer, own in enumerate(spec.layers)
+        hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
+        layer_bytes=lambda prompt_len, budget: tuple(
+            one_layer(index, prompt_len, budget) for index in range(spec.num_layers)
         ),
     )
 

@@ -17,7 +17,16 @@ from snapstream.wire import Connection
 from tests.waiting import HANG_S, until
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-SIZES = RowSizes(num_layers=3, slot_bytes=(8,) * 3, hidden_bytes=16)
+
+
+def sizes_of(num_layers: int = 3, slot_bytes: int = 8) -> RowSizes:
+    def layer_bytes(prompt_len: int, budget: KVBudget) -> tuple[int, ...]:
+        return (slot_bytes * min(prompt_len, budget.capacity),) * num_layers
+
+    return RowSizes(num_layers=num_layers, hidden_bytes=16, layer_bytes=layer_bytes)
+
+
+SIZES = sizes_of()
 BUDGET = KVBudget(num_sink=1, num_topk=2, num_recent=3)
 REPORT = b'{"a": 1}'
 MAX_REPORT = 64

@@ -149,13 +149,14 @@ def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str,
         planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
         assert pair.answerer.engine.transfer_stats.num_bytes == planned
         unlike = sizes.layer_bytes(120, BUDGET)
-        equal = replace(sizes, heads=None).layer_bytes(120, BUDGET)
+        equal = row_sizes(pair.answerer.model_config, replace(config, heads=None)).layer_bytes(120, BUDGET)
+        score_bytes = 0 if config.reselection is None else 4
         to_rings = sum(  # slots that have no score
             num - own.num_topk
             for nums, budgets in zip(config.heads.topk, config.heads.budgets, strict=True)
             for num, own in zip(nums, budgets, strict=True)
         )
-        assert len(set(unlike)) == 3 and sum(unlike) == sum(equal) - sizes.vote_bytes * to_rings // 2
+        assert len(set(unlike)) == 3 and sum(unlike) == sum(equal) - score_bytes * to_rings
 
 
 @pytest.mark.parametrize("kv_dtype", ["int4", "int8/int4"])

@@ -50,6 +50,7 @@ from tests.disaggregation.rows import (
     header_of,
     receiving,
     sending,
+    sizes_of,
     values_of,
     with_values,
 )
@@ -119,8 +120,8 @@ def test_layers_travel_before_the_last_is_made() -> None:
         (header_of(next_position=10), "next_position is 10; the row of this ticket has 9"),
         (header_of(10), "prompt_len is 10; the row of this ticket has 9"),
         (header_of(budget=KVBudget(num_sink=0, num_topk=3, num_recent=3)), "budget is"),
-        (header_of(sizes=replace(SIZES, num_layers=4, slot_bytes=(8,) * 4)), "num_layers is 4"),
-        (header_of(sizes=replace(SIZES, slot_bytes=(2**40,) * 3)), "layer_bytes is"),
+        (header_of(sizes=sizes_of(num_layers=4)), "num_layers is 4"),
+        (header_of(sizes=sizes_of(slot_bytes=2**40)), "layer_bytes is"),
     ],
 )
 def test_another_row_than_the_ticket_names_is_refused_on_both_sides(sent: object, reason: str) -> None:
@@ -293,7 +294,7 @@ def test_a_body_that_cannot_be_read_fails_the_row() -> None:
 
 def test_a_slow_receiver_gets_the_row_and_a_dead_one_ends_it() -> None:
     """More than sockets buffer: the sender waits in the middle of a part for whoever reads."""
-    sizes = replace(SIZES, slot_bytes=(2**20,) * 3)
+    sizes = sizes_of(slot_bytes=2**20)
     header = header_of(sizes=sizes)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ticket = RowTicket(host="127.0.0.1", port=listener.getsockname()[1], key="00" * 16)
