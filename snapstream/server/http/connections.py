@@ -22,14 +22,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import h11
 from pydantic_core import to_json
 from starlette.types import Scope
-from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.server import ServerState
 
 from snapstream.server.http.errors import bad_value
 
@@ -137,20 +135,7 @@ class ConnectionGuard:
 
     def protocol(self) -> type[asyncio.Protocol]:
         """The protocol class for uvicorn's ``Config(http=...)``."""
-        guard = self
-
-        class Bound(GuardedProtocol):
-            def __init__(
-                self,
-                config: Config,
-                server_state: ServerState,
-                app_state: dict[str, Any],
-                _loop: asyncio.AbstractEventLoop | None = None,
-            ) -> None:
-                super().__init__(config, server_state, app_state, _loop)
-                self.guard = guard
-
-        return Bound
+        return type("Bound", (GuardedProtocol,), {"guard": self})
 
 
 class JoinedHead(h11.Connection):
