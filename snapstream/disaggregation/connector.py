@@ -432,7 +432,8 @@ class TcpConnector:
         deadline_s: float = DEADLINE_S,
     ) -> None:
         """ValueError if it cannot listen at the address. ``deadline_s``: without a byte, on either side."""
-        self._settings, self._sizes, self._fingerprint, self._wake = settings, sizes, fingerprint, wake
+        self._settings, self._sizes, self._wake = settings, sizes, wake
+        self.fingerprint = fingerprint  # properties of the engine that both sides must share
         self._deadline_s = deadline_s
         self._context: ssl.SSLContext | None = None  # of senders; made once, because reading the authorities is slow
         self._lock = threading.Lock()  # of the four below
@@ -443,11 +444,6 @@ class TcpConnector:
         self._receiver: KVReceiver | None = None
         if settings.host is not None:
             self._receiver = KVReceiver(settings, self._take, deadline_s=deadline_s)
-
-    @property
-    def fingerprint(self) -> Mapping[str, str]:
-        """Properties of the engine that both sides must share."""
-        return self._fingerprint
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -532,7 +528,7 @@ class TcpConnector:
 
     def _header(self, request: Request, budget: KVBudget) -> RowHeader:
         prompt_len = len(request.prompt_token_ids)
-        return RowHeader.of(self._fingerprint, self._sizes, prompt_len, request.next_position, budget)
+        return RowHeader.of(self.fingerprint, self._sizes, prompt_len, request.next_position, budget)
 
     def _take(self, key: str, what: ReceiveBuffer | str) -> None:
         """Deliver a row or a failure; called on the receiver's threads."""

@@ -127,13 +127,8 @@ class RequestCompressor:
         num_stored: Callable[[tuple[int, ...]], int] = lambda ids: 0,
     ) -> None:
         """``num_stored``: tokens of a prompt that the engine's prefix store would give back."""
-        self._compressor, self._tokenizer, self._num_stored = compressor, tokenizer, num_stored
+        self.compressor, self._tokenizer, self._num_stored = compressor, tokenizer, num_stored
         self._sticky = StickyCompressor(compressor)
-
-    @property
-    def compressor(self) -> PromptCompressor:
-        """The one it was made with."""
-        return self._compressor
 
     def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> CompressedPrompt:
         """A plain prompt, as text or as token ids."""
@@ -159,7 +154,7 @@ class RequestCompressor:
             return whole
         if how.hand_over == "ids":
             encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            found = candidates(messages, self._compressor.protection, self._compressor.draft.count_tokens)
+            found = candidates(messages, self.compressor.protection, self.compressor.draft.count_tokens)
             spans = body_places(text, messages, found, render)
             return self._ids(encoded["input_ids"], token_ranges(encoded["offset_mapping"], spans), how)
         result = self._sticky.compress(messages, how, self._tokenizer) if how.sticky else self._as_text(messages, how)
@@ -171,7 +166,7 @@ class RequestCompressor:
         """A prompt as it is, where ``why_uncompressed`` says so."""
         if how.keep is None:
             return None
-        num_stored, threshold = self._num_stored(tuple(ids)), self._compressor.protection.threshold
+        num_stored, threshold = self._num_stored(tuple(ids)), self.compressor.protection.threshold
         reason = why_uncompressed(len(ids), num_stored, how, threshold)
         if not reason:
             return None
@@ -179,7 +174,7 @@ class RequestCompressor:
         return CompressedPrompt(token_ids=tuple(ids), positions=None, report=report, text=text)
 
     def _as_text(self, prompt: str | Messages, how: PromptCompression) -> CompressedText:
-        return self._compressor.compress(
+        return self.compressor.compress(
             prompt,
             keep=how.keep,
             max_tokens=how.max_tokens,
@@ -189,9 +184,9 @@ class RequestCompressor:
         )
 
     def _ids(self, ids: Sequence[int], ranges: list[Span] | None, how: PromptCompression) -> CompressedPrompt:
-        if self._compressor.draft.tokenizer.get_vocab() != self._tokenizer.get_vocab():
+        if self.compressor.draft.tokenizer.get_vocab() != self._tokenizer.get_vocab():
             raise ValueError("hand_over='ids' needs a draft with the target's tokenizer; theirs differ, use 'text'")
-        result = self._compressor.compress_ids(
+        result = self.compressor.compress_ids(
             ids, keep=how.keep, max_tokens=how.max_tokens, candidates=ranges, threshold=how.threshold
         )
         return CompressedPrompt(token_ids=result.token_ids, positions=result.positions, report=result.report.summary())

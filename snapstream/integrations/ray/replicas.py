@@ -229,14 +229,10 @@ class ReplicaRegistry:
         self._reads_only = prefill_only
         self._lock = Lock()
         self._reports: dict[str, Report] = {}
-        self._names: tuple[str, ...] = ()  # of Ray's replicas; some may not have reported yet
+        self.names: tuple[str, ...] = ()  # of Ray's replicas; some may not have reported yet
         self._loads: dict[str, Load] = {}
         self._own: Counter[str] = Counter()  # rows, or tokens, of requests that this caller has open
         self._gone = EngineStats()  # totals of earlier replicas
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._names
 
     @property
     def num_ready(self) -> int:
@@ -263,26 +259,26 @@ class ReplicaRegistry:
     def best(self, route: Route) -> str:
         """The best replica known to take requests, if possible none to avoid; "" if there is none."""
         with self._lock:
-            loads = {name: self._load(name) for name in self._names}
+            loads = {name: self._load(name) for name in self.names}
             ready = {name: load for name, load in loads.items() if not load.unavailable}
             usable = {name: load for name, load in ready.items() if name not in route.avoid} or ready
             return self._order(usable, route)[0] if usable else ""
 
     def note_load(self, name: str, load: Load) -> None:
         with self._lock:
-            if name in self._names:
+            if name in self.names:
                 self._loads[name] = load
 
     def note_report(self, report: Report) -> None:
         with self._lock:
-            if report.replica in self._names:
+            if report.replica in self.names:
                 self._loads[report.replica] = report.load
                 self._reports[report.replica] = report
 
     def mark_unavailable(self, name: str, why: str) -> None:
         """It does not answer; Ray will start another one, or it will report again."""
         with self._lock:
-            if name in self._names:
+            if name in self.names:
                 self._loads[name] = replace(self._loads.get(name, Load()), unavailable=why)
 
     def claim(self, size: int) -> Claim:
@@ -293,7 +289,7 @@ class ReplicaRegistry:
         """Gauges of the present replicas; totals also of earlier ones."""
         with self._lock:
             total = self._gone
-            for name in self._names:
+            for name in self.names:
                 if name in self._reports:
                     total = _sum(total, self._reports[name].stats)
             return total
@@ -310,14 +306,14 @@ class ReplicaRegistry:
         return replace(load, open_rows=max(load.open_rows, self._own[name]))
 
     def _keep(self, present: Collection[str]) -> None:
-        if set(present) == set(self._names):
+        if set(present) == set(self.names):
             return
-        for name in set(self._names) - set(present):
+        for name in set(self.names) - set(present):
             report = self._reports.pop(name, None)
             self._loads.pop(name, None)
             if report is not None:
                 self._gone = add_totals(without_gauges(report.stats), self._gone)
-        self._names = tuple(sorted(present))
+        self.names = tuple(sorted(present))
 
 
 def _sum(one: EngineStats, other: EngineStats) -> EngineStats:

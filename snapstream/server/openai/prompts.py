@@ -480,14 +480,10 @@ class Offsets:
     """Where each token starts in its text, in characters; parts of a character count as that character."""
 
     def __init__(self, start: int = 0) -> None:
-        self._chars = start
+        self.num_chars = start
 
     def push(self, raw: bytes) -> int:
         is_inside = bool(raw) and raw[0] & 0xC0 == 0x80  # UTF-8 continuation byte
-        offset = self._chars - is_inside
-        self._chars += sum(byte & 0xC0 != 0x80 for byte in raw)
+        offset = self.num_chars - is_inside
+        self.num_chars += sum(byte & 0xC0 != 0x80 for byte in raw)
         return offset
-
-    @property
-    def num_chars(self) -> int:
-        return self._chars

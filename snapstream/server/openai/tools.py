@@ -90,12 +90,12 @@ def _format(custom: Mapping[str, Any], place: str) -> tuple[str, str]:
         return "", ""
     grammar = given.get("grammar") if isinstance(given, Mapping) and kind == "grammar" else None
     if not isinstance(grammar, Mapping):
-        raise _bad_definition(f"{place}.format must have the type 'text', or 'grammar' and a grammar")
+        raise bad_value(f"{place}.format must have the type 'text', or 'grammar' and a grammar", "tools")
     syntax, definition = grammar.get("syntax"), grammar.get("definition")
     if syntax not in ("lark", "regex"):
-        raise _bad_definition(f"{place}.format.grammar.syntax is {syntax!r}; it must be 'lark' or 'regex'")
+        raise bad_value(f"{place}.format.grammar.syntax is {syntax!r}; it must be 'lark' or 'regex'", "tools")
     if not isinstance(definition, str) or not definition.strip():
-        raise _bad_definition(f"{place}.format.grammar.definition is {definition!r}; it must be a string")
+        raise bad_value(f"{place}.format.grammar.definition is {definition!r}; it must be a string", "tools")
     return syntax, definition
 
 
@@ -113,10 +113,6 @@ def _input_schema(pattern: str | None) -> dict[str, Any]:
     return {
         "type": "object", "properties": {CUSTOM_INPUT: text}, "required": [CUSTOM_INPUT], "additionalProperties": False
     }  # fmt: skip
-
-
-def _bad_definition(message: str) -> ApiError:
-    return bad_value(message, "tools")
 
 
 MAX_TOOLS = 128
