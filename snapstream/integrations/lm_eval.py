@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.model import TemplateLM
@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from snapstream.llm import LLM
 from snapstream.models.chat_template import render_chat
-from snapstream.types import Logprob, RequestOutput, SamplingParams
+from snapstream.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -190,18 +190,10 @@ def _score(output: RequestOutput, num_tokens: int) -> tuple[float, bool]:
     """Sum over the last ``num_tokens`` prompt tokens, and whether each was the likeliest."""
     assert output.prompt_logprobs is not None
     own = output.prompt_logprobs[len(output.prompt_logprobs) - num_tokens :]
-    return math.fsum(_values(own)), all(entry is not None and _is_likeliest(entry) for entry in own)
-
-
-def _values(entries: Iterable[Logprob | None]) -> Iterator[float]:
-    for entry in entries:
-        if entry is None:
-            raise ValueError("the first token of a prompt has no log-probability; give it a context")
-        yield entry.logprob
-
-
-def _is_likeliest(entry: Logprob) -> bool:
-    return entry.logprob >= entry.top[0][1]
+    known = [entry for entry in own if entry is not None]
+    if len(known) < len(own):
+        raise ValueError("the first token of a prompt has no log-probability; give it a context")
+    return math.fsum(entry.logprob for entry in known), all(entry.logprob >= entry.top[0][1] for entry in known)
 
 
 def main() -> None:

@@ -457,10 +457,6 @@ class _Planner:
         """Memory of that engine."""
         return engine_memory(self.model, self.config(budget, here))
 
-    def decode_bytes(self, num_rows: int) -> int:
-        """Bytes of the weights that a step of so many rows reads."""
-        return decode_weight_bytes(self.stored, self.options.dtype, self.formats, num_rows)
-
     def row(self, name: str, budget: KVBudget) -> RowPlan:
         """A line of the table."""
         memory, here, heads = self.memory(budget), self.here, self.config(budget).heads
@@ -471,7 +467,9 @@ class _Planner:
         )
         read = self.spec.visible_bytes(visible, self.prompt_len)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
-        one, all_rows = (self.decode_bytes(rows) for rows in (1, max_rows))
+        one, all_rows = (
+            decode_weight_bytes(self.stored, self.options.dtype, self.formats, rows) for rows in (1, max_rows)
+        )
         rank_rows = -(-max_rows // memory.dp_size)
         return RowPlan(
             name=name,

@@ -180,7 +180,7 @@ def deploy(config: DeployConfig, address: str | None) -> None:
     """Deploy to the cluster at ``address``, or to a new one until a signal. CannotDeploy, ValueError, OSError."""
     application = application_of(config)  # errors before anything is started
     if address is None:
-        check_free(config.host, config.port)
+        listen(config.host, config.port).close()  # OSError unless a server can listen there: Ray would only log it
     with _cluster(address), _signals() as signals:  # Ray sets its own handlers when it starts
         options = HTTPOptions(
             host=config.host, port=config.port, keep_alive_timeout_s=KEEP_ALIVE_S, location="EveryNode"
@@ -197,11 +197,6 @@ def deploy(config: DeployConfig, address: str | None) -> None:
             log.info("draining for at most %g s", config.drain_timeout)
             serve.delete(APPLICATION)
             serve.shutdown()
-
-
-def check_free(host: str, port: int) -> None:
-    """OSError unless a server can listen there: Ray would only log it."""
-    listen(host, port).close()
 
 
 def check_served(host: str, port: int) -> None:

@@ -455,7 +455,7 @@ class RunningResponse:
     def open(self, response_id: str, current: Callable[[], dict[str, Any]]) -> None:
         """It has started; ``current`` returns its present state."""
         self._id, self.current = response_id, current
-        self._store.add_running(response_id, self)
+        self._store.running[response_id] = self
 
     def keep(self, response: Mapping[str, Any]) -> None:
         """Store it; it has ended."""
@@ -465,7 +465,7 @@ class RunningResponse:
 
     def close(self) -> None:
         """It no longer runs, however it ended."""
-        self._store.drop_running(self._id)
+        self._store.running.pop(self._id, None)
 
 
 class ResponseStore:
@@ -474,7 +474,7 @@ class ResponseStore:
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit, self._max_bytes = limit, max_bytes
         self._by_key: defaultdict[bytes, _KeyStore] = defaultdict(_KeyStore)  # by digest of the key
-        self._running: dict[str, RunningResponse] = {}
+        self.running: dict[str, RunningResponse] = {}
 
     @property
     def is_on(self) -> bool:
@@ -532,15 +532,9 @@ class ResponseStore:
             most = max(self._by_key, key=lambda name: self._by_key[name].num_bytes)
             self._drop(next(iter(self._by_key[most].responses)), most)
 
-    def add_running(self, response_id: str, running: RunningResponse) -> None:
-        self._running[response_id] = running
-
-    def drop_running(self, response_id: str) -> None:
-        self._running.pop(response_id, None)
-
     def cancel(self, response_id: str, owner: bytes) -> dict[str, Any]:
         """Stop a running response. 400 if it has ended, 404 if it is unknown."""
-        response, running = self.get(response_id, owner), self._running.get(response_id)
+        response, running = self.get(response_id, owner), self.running.get(response_id)
         if running is None:
             raise bad_value(f"Response {response_id!r} has ended; there is nothing to cancel.", "response_id")
         running.cancelled.set()
@@ -551,7 +545,7 @@ class ResponseStore:
         return None if own is None else own.responses.get(response_id)
 
     def _own_running(self, response_id: str, owner: bytes) -> RunningResponse | None:
-        running = self._running.get(response_id)
+        running = self.running.get(response_id)
         return running if running is not None and running.owner == owner else None
 
     def _need(self, response_id: str, owner: bytes) -> Stored:
