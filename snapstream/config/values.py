@@ -150,34 +150,29 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def _parse(text: str) -> int:
-    """0 where ``text`` is no size, or only a number: 80 would mean 80 bytes."""
+def _parse(given: str, text: str, what: str, examples: str) -> int:
+    """A number and its unit; ValueError for a number alone: 80 would mean 80 bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT]I?)B?|B)\s*", text.upper())
-    return int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1:
+        raise ValueError(f"{given!r} is not {what}; write a number > 0 and a unit, such as {examples}")
+    return size
 
 
 def parse_bytes(text: str) -> int:
     """``"80GiB"``, ``"24GB"``, ``"512M"``, ``"100B"``; a number without a unit is refused."""
-    size = _parse(text)
-    if size < 1:
-        raise ValueError(f"{text!r} is not a size; write a number > 0 and a unit, such as 80GiB or 24GB")
-    return size
+    return _parse(text, text, "a size", "80GiB or 24GB")
 
 
 def parse_bandwidth(text: str) -> int:
     """Bytes per second: a size with or without ``/s``, such as ``"3.35TB/s"``."""
-    size = _parse(re.sub(r"/s\s*$", "", text))
-    if size < 1:
-        raise ValueError(f"{text!r} is not a bandwidth; write a number > 0 and a unit, such as 3.35TB/s")
-    return size
+    return _parse(text, re.sub(r"/s\s*$", "", text), "a bandwidth", "3.35TB/s")
 
 
 def parse_flops(text: str) -> int:
     """Operations per second: a number with a unit of 1000s, with or without ``FLOP/s``, such as ``"989TFLOP/s"``."""
-    size = _parse(re.sub(r"FLOPS?(/s)?\s*$", "", text, flags=re.IGNORECASE))
-    if size < 1:
-        raise ValueError(f"{text!r} is not a rate of products; write a number > 0 and a unit, such as 989TFLOP/s")
-    return size
+    rate = re.sub(r"FLOPS?(/s)?\s*$", "", text, flags=re.IGNORECASE)
+    return _parse(text, rate, "a rate of products", "989TFLOP/s")
 
 
 def format_bytes(size: float) -> str:
