@@ -205,7 +205,8 @@ class ReceiveBuffer:
         if self._due is not None:
             raise WireError("a frame began inside another")
         if kind == Kind.HEARTBEAT:
-            self._check(kind, (number, size), (0, 0))
+            if number or size:
+                raise WireError(f"a frame of kind {kind} has number and size {(number, size)}; they must be (0, 0)")
             self._due = Kind.HEARTBEAT, bytearray()
             return self._due[1]
         due, due_number, least, most = self._next()
@@ -247,10 +248,6 @@ class ReceiveBuffer:
         if self.report is None:
             return Kind.REPORT, 0, 2, self._max_report_bytes
         raise WireError("a frame came after the report")
-
-    def _check(self, kind: int, sent: tuple[int, int], due: tuple[int, int]) -> None:
-        if sent != due:
-            raise WireError(f"a frame of kind {kind} has number and size {sent}; they must be {due}")
 
 
 Deliver = Callable[[str, ReceiveBuffer | str], None]  # the ticket's key, and the row or why it was not received

@@ -207,32 +207,22 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
         settings["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
     model = model_config_from_dict(settings)
     spec = kv_spec_of(model, "float32")
-    if not spec.budget_layers:
-        raise ValueError(
-            f"{model.architecture} has sliding windows in all layers, to which no budget applies; use DynamicCache"
-        )
-    if model.rope.kind == "longrope":
-        raise ValueError(
-            f"{model.architecture} has longrope, and transformers drops its cache where a text outgrows the original "
-            "context; SnapStreamCache does not support it"
-        )
-    if model.has_uneven_layers:
-        raise ValueError(
-            f"{model.architecture} has layers that differ in their heads, which SnapStreamCache does not support"
-        )
-    if model.has_parallel_recurrence:
-        raise ValueError(
-            f"{model.architecture} has attention and recurrence side by side in a layer, which SnapStreamCache does "
-            "not support"
-        )
-    if model.has_sinks:
-        raise ValueError(f"{model.architecture} has learned attention sinks, which SnapStreamCache does not support")
-    if model.score_cap is not None:
-        raise ValueError(f"{model.architecture} has a cap of attention scores, which SnapStreamCache does not support")
-    if spec.values_are_keys:
-        raise ValueError(
-            f"{model.architecture} keeps latents in the engine, which a cache of transformers does not see"
-        )
+    unsupported = "which SnapStreamCache does not support"
+    for is_so, problem in (
+        (not spec.budget_layers, "has sliding windows in all layers, to which no budget applies; use DynamicCache"),
+        (
+            model.rope.kind == "longrope",
+            "has longrope, and transformers drops its cache where a text outgrows the original context; "
+            "SnapStreamCache does not support it",
+        ),
+        (model.has_uneven_layers, f"has layers that differ in their heads, {unsupported}"),
+        (model.has_parallel_recurrence, f"has attention and recurrence side by side in a layer, {unsupported}"),
+        (model.has_sinks, f"has learned attention sinks, {unsupported}"),
+        (model.score_cap is not None, f"has a cap of attention scores, {unsupported}"),
+        (spec.values_are_keys, "keeps latents in the engine, which a cache of transformers does not see"),
+    ):
+        if is_so:
+            raise ValueError(f"{model.architecture} {problem}")
     return model
 
 
