@@ -153,7 +153,7 @@ class StartupApp:
         self._retry_after_s, self._name = retry_after_s, name
         self._app: ASGIApp = SelectApi(RequestId(self._refuse), apis=apis)
         self._state: Drainable | None = None
-        self._is_draining = False
+        self.is_draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)
@@ -161,17 +161,7 @@ class StartupApp:
     def start(self, app: ASGIApp, state: Drainable) -> None:
         """Forward to ``app`` from now on, and drain ``state``."""
         self._app, self._state = app, state
-        state.is_draining = self._is_draining
-
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
-    @is_draining.setter
-    def is_draining(self, value: bool) -> None:
-        self._is_draining = value
-        if self._state is not None:
-            self._state.is_draining = value
+        state.is_draining = self.is_draining
 
     async def drain(self, timeout_s: float) -> None:
         """Nothing to wait for while loading."""
@@ -183,7 +173,7 @@ class StartupApp:
             if scope["path"].rstrip("/") == LIVE_PATH:  # a loading process must not be restarted
                 await JSONResponse({"status": "ok"})(scope, receive, send)
                 return
-            what = "shutting down" if self._is_draining else "loading"
+            what = "shutting down" if self.is_draining else "loading"
             fault = unavailable(f"the {self._name} is {what}", self._retry_after_s)
             await fault.response(api_of(scope))(scope, receive, send)
         elif scope["type"] == "websocket":
