@@ -24,6 +24,7 @@ from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import effort_arguments
 from snapstream.server.openai.protocol import TemplateOptions, too_long, too_many_chars
 from snapstream.server.openai.tools import template_tools
+from snapstream.spec_prefill.protection import Span, merged
 from snapstream.types import as_conversation
 
 if TYPE_CHECKING:
@@ -59,7 +60,6 @@ def _is_passed(name: str, value: Any) -> bool:
 UNTRUSTED = ("user", "tool")  # roles whose texts come from anywhere
 _BEGIN, _END = "\ue000", "\ue001"  # around a random number, so that a mark cannot be forged
 
-Span = tuple[int, int]  # of characters
 Message = dict[str, Any]
 
 
@@ -102,7 +102,7 @@ class SpelledSpecialTokens:
     def _spans(self, tokenizer: Any, text: str) -> list[Span]:
         if self._has_others and tokenizer.is_fast:
             return [span for token, span in _tokens(tokenizer, text) if token in self._ids]
-        return _joined(sorted(found.span() for one in self._patterns for found in one.finditer(text)))
+        return merged(found.span() for one in self._patterns for found in one.finditer(text))
 
 
 def _patterns(spellings: Iterable[str]) -> list[re.Pattern[str]]:
@@ -111,17 +111,6 @@ def _patterns(spellings: Iterable[str]) -> list[re.Pattern[str]]:
     for one in sorted(filter(None, spellings), key=len, reverse=True):
         groups.setdefault(one[:2], []).append(one[2:])
     return [re.compile(f"{re.escape(start)}(?:{'|'.join(map(re.escape, rests))})") for start, rests in groups.items()]
-
-
-def _joined(spans: Sequence[Span]) -> list[Span]:
-    """With overlapping spans merged."""
-    out: list[Span] = []
-    for begin, end in spans:
-        if out and begin < out[-1][1]:
-            out[-1] = (out[-1][0], max(end, out[-1][1]))
-        else:
-            out.append((begin, end))
-    return out
 
 
 class Marks:
