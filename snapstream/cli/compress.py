@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import DraftFlags, decode_text, read_stdin
+from snapstream.cli.flags import DraftFlags, read_input
 from snapstream.config.engine import setting
 from snapstream.server.options import ProxyOptions, all_keys, answered_hosts
 from snapstream.spec_prefill.settings import Mode, Snap
@@ -72,9 +72,7 @@ def read_text(file: str | None, stdin: TextIO) -> str:
     """The whole text, unchanged, from a file (``-`` is stdin) or stdin."""
     if file is None and stdin.isatty():
         raise ValueError("no text: give a file, or the text on stdin")
-    if file not in (None, "-"):
-        return decode_text(Path(str(file)).read_bytes(), str(file))
-    return read_stdin(stdin)
+    return read_input(file, stdin)
 
 
 def summary(report: CompressionReport) -> str:

@@ -28,8 +28,11 @@ def decode_text(data: bytes, name: str) -> str:
         raise ValueError(f"{name} is not text: byte {error.start} ({data[error.start]:#04x}) is not UTF-8") from None
 
 
-def read_stdin(stdin: TextIO) -> str:
-    """All of it, unchanged: a text stream would accept bytes that are not UTF-8, and turn CR LF into LF."""
+def read_input(file: str | None, stdin: TextIO) -> str:
+    """All of a file (None and ``-`` are stdin), unchanged."""
+    if file not in (None, "-"):
+        return decode_text(Path(str(file)).read_bytes(), str(file))
+    # A text stream would accept bytes that are not UTF-8, and turn CR LF into LF.
     return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags, decode_text, read_stdin
+from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags, read_input
 from snapstream.config import EngineOptions
 from snapstream.config.engine import setting
 from snapstream.config.values import format_bytes
@@ -88,8 +88,7 @@ def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:
         return prompt
     if file is None and stdin.isatty():
         raise ValueError("no prompt: give it as an argument, with --file, or on stdin")
-    text = read_stdin(stdin) if file in (None, "-") else decode_text(Path(str(file)).read_bytes(), str(file))
-    return text.replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
+    return read_input(file, stdin).replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def encode_prompt(llm: LLM, text: str, *, chat: bool | None, system: str | None) -> Prompt:
