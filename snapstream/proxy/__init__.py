@@ -327,14 +327,9 @@ class Proxy(Admission):
         self.metrics = ProxyMetrics()
         self._client = make_client(options)
         self._upstream = Upstream(self._client, options)
-        self._draft = DraftThread(
+        self.draft = DraftThread(
             compressor, target, max_waiting=options.max_waiting, retry_after_s=options.retry_after_s
         )
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that wait for the draft, the one that it reads included."""
-        return self._draft.num_waiting
 
     async def check_ready(self) -> None:
         """503 while the proxy drains."""
@@ -378,7 +373,7 @@ class Proxy(Admission):
         if options is None:
             return CompressedBody(body=data, reason="off")
         try:
-            compressed = await compress(data, options, self._draft)
+            compressed = await compress(data, options, self.draft)
         except ApiError:
             raise
         except ValueError as error:  # e.g. a ceiling below what is protected
@@ -402,7 +397,7 @@ class Proxy(Admission):
         await self.open_requests.wait_idle(timeout_s)
 
     async def close(self) -> None:
-        self._draft.close()
+        self.draft.close()
         await self._client.aclose()
 
 

@@ -248,7 +248,7 @@ def test_waiting_for_the_draft_is_bounded() -> None:
         threads = [threading.Thread(target=post, args=(links, chat(LONG))) for _ in range(2)]
         for thread in threads:
             thread.start()
-        until(lambda: links.app.state.proxy.num_waiting == 2)
+        until(lambda: links.app.state.proxy.draft.num_waiting == 2)
         answer = post(links, chat(LONG))
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
         links.draft.gate.set()

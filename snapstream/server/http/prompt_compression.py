@@ -156,11 +156,11 @@ class CompressionService:
     ) -> None:
         """``count`` gets the number of dropped tokens. ValueError for a default without a draft."""
         self._settings, self._count = settings, count
-        self._draft: DraftThread | None = None
+        self.draft: DraftThread | None = None
         self._threshold = 0 if compressor is None else compressor.protection.threshold
         if compressor is not None:
             own = copy.deepcopy(tokenizer)  # fast tokenizers refuse to be used and reconfigured by two threads at once
-            self._draft = DraftThread(
+            self.draft = DraftThread(
                 compressor, own, max_waiting=settings.max_draft_waiting, retry_after_s=settings.retry_after_s
             )
         elif settings.prompt_compression is not None:
@@ -168,25 +168,16 @@ class CompressionService:
                 f"{FIELD} is {compression_field(settings.prompt_compression)} by default, and there is no draft"
             )
 
-    @property
-    def has_draft(self) -> bool:
-        return self._draft is not None
-
-    @property
-    def num_waiting(self) -> int:
-        """Prompts that wait for the draft, the one that it reads included."""
-        return 0 if self._draft is None else self._draft.num_waiting
-
     def close(self) -> None:
-        if self._draft is not None:
-            self._draft.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def requested(self, value: Any, obstacle: str, *, is_conversation: bool) -> PromptCompression | None:
         """What a request with the field ``value`` gets; 400 for what it cannot get.
 
         ``obstacle``: why its prompts cannot be compressed, or "".
         """
-        if self._draft is None and value not in (None, "off"):
+        if self.draft is None and value not in (None, "off"):
             reason = f"{FIELD} {value!r} needs a draft, and this server has none (--draft)"
             raise bad_value(reason, FIELD, "unsupported_parameter")
         options = parse_compression(value, self._settings.prompt_compression, takes_sticky=True)
@@ -215,7 +206,7 @@ class CompressionService:
         is_requested: bool,
     ) -> tuple[P, CompressionSummary]:
         """As ``DraftThread.compress``. ``is_requested``: the request asked for it; else it is the server's default."""
-        assert self._draft is not None
+        assert self.draft is not None
         num_chars = len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
         limit = self._settings.max_draft_chars
         if num_chars > limit:
@@ -225,7 +216,7 @@ class CompressionService:
                 raise bad_value(reason, param, "context_length_exceeded")
             return prompt, uncompressed(reason)
         try:
-            short, report = await self._draft.compress(prompt, options, tools, scope)
+            short, report = await self.draft.compress(prompt, options, tools, scope)
         except ApiError:
             raise
         except ValueError as error:  # e.g. a ceiling below what is protected

@@ -658,7 +658,7 @@ def _limits(server: ServerState) -> dict[str, Any]:
         "num_layers": metadata.num_layers,
         "num_kv_heads": metadata.num_kv_heads,
         "max_kept_bits": server.settings.max_kept_bits,
-        "has_draft": server.compression.has_draft,
+        "has_draft": server.compression.draft is not None,
         "prompt_compression": compression_field(server.settings.prompt_compression),  # of requests that bring none
         "has_chat_template": tokenizer is not None and tokenizer.chat_template is not None,
         "has_examples": metadata.has_examples and server.settings.has_page,

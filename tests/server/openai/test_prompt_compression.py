@@ -222,13 +222,13 @@ def test_waiting_for_the_draft_is_bounded_and_does_not_hold_up_others() -> None:
             body = {"messages": user(LONG), "prompt_compression": {"keep": 0.5}}
             waiting = [asyncio.create_task(http.post(CHAT, json=body)) for _ in range(2)]
             service = http.server.compression
-            await until_async(lambda: service.num_waiting == 2)
+            await until_async(lambda: service.draft.num_waiting == 2)
             full = await http.post(CHAT, json=body)
             assert full.status_code == 429 and full.headers["retry-after"] == "1"
             assert (await http.post(CHAT, json={"messages": HI})).status_code == 200  # the loop is free
             draft.gate.set()
             assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
-            assert service.num_waiting == 0
+            assert service.draft.num_waiting == 0
 
     asyncio.run(run())
 
