@@ -112,7 +112,7 @@ class Ingress:
     ) -> None:
         set_up_log("text")
         self._engine = ReplicatedEngine(HandleReplicas(decode))
-        self._watching = asyncio.create_task(self._engine.watch(), name="replica-watch")
+        self._watching = asyncio.create_task(self._engine.replicas.watch(), name="replica-watch")
         tokenizer = await asyncio.to_thread(find_tokenizer, Path(config.model))
         if config.front.chat_template is not None:
             if tokenizer is None:

@@ -469,11 +469,11 @@ MAX_TRIES = 3
 
 
 class ReplicatedEngine:
-    """Make it on the event loop that will use it, and run ``watch`` there as long as it lives."""
+    """Make it on the event loop that will use it, and run ``replicas.watch`` there as long as it lives."""
 
     def __init__(self, replicas: Replicas) -> None:
         self._registry = ReplicaRegistry()
-        self._replicas = WatchedReplicas(replicas, self._registry)
+        self.replicas = WatchedReplicas(replicas, self._registry)
         self._is_closing = False
         self._open = OpenRequests()
         self._resets: set[asyncio.Task[None]] = set()
@@ -486,7 +486,7 @@ class ReplicatedEngine:
     def unavailable(self) -> EngineDead | None:
         if self._is_closing:
             return EngineDead("the engine is shutting down")
-        if self._replicas.metadata is not None and self._registry.num_ready:
+        if self.replicas.metadata is not None and self._registry.num_ready:
             return None
         reasons = self._registry.unavailable_reasons
         return EngineDead(f"no replica takes requests: {reasons[0]}" if reasons else "no replica has been started yet")
@@ -494,9 +494,9 @@ class ReplicatedEngine:
     @property
     def metadata(self) -> EngineMetadata:
         """The engine of the replica that reported last."""
-        if self._replicas.metadata is None:
+        if self.replicas.metadata is None:
             raise EngineDead("no replica has been loaded yet")
-        return self._replicas.metadata
+        return self.replicas.metadata
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
         """Run a request on one replica, or on another if the first is lost before its first delta."""
@@ -504,7 +504,7 @@ class ReplicatedEngine:
             raise EngineDead("the engine is shutting down")
         if self._resets:  # they must arrive before later requests, even if the caller has left
             await asyncio.wait(self._resets)
-        metadata = self._replicas.metadata
+        metadata = self.replicas.metadata
         key = route_key(request, None if metadata is None else metadata.engine)
         avoid: set[str] = set()
         num_rows = request.sampling.n
@@ -514,7 +514,7 @@ class ReplicatedEngine:
                 claim = self._registry.claim(num_rows)
                 route = Route(
                     self._registry,
-                    self._replicas.caller,
+                    self.replicas.caller,
                     key=key,
                     size=num_rows,
                     avoid=frozenset(avoid),
@@ -522,7 +522,7 @@ class ReplicatedEngine:
                 )
                 has_begun = False
                 try:
-                    async with aclosing(self._replicas.run(request, route)) as deltas:
+                    async with aclosing(self.replicas.run(request, route)) as deltas:
                         async for delta in deltas:
                             has_begun = True
                             yield delta
@@ -553,7 +553,7 @@ class ReplicatedEngine:
         if self.unavailable is not None:
             raise self.unavailable
         for name in self._registry.names:
-            task = asyncio.create_task(self._replicas.reset_prefixes(namespace, name))
+            task = asyncio.create_task(self.replicas.reset_prefixes(namespace, name))
             self._resets.add(task)
             task.add_done_callback(self._resets.discard)
 
@@ -562,14 +562,6 @@ class ReplicatedEngine:
         self._is_closing = True
         if not await self._open.wait_idle(drain_s):
             log.warning("requests still run at the end of the drain")
-
-    async def watch(self) -> None:
-        """Poll every replica, forever."""
-        await self._replicas.watch()
-
-    async def look(self) -> None:
-        """Poll every replica once."""
-        await self._replicas.look()
 
     def _has_other(self, avoid: set[str], error: Exception) -> bool:
         """Whether a repeat can do better. A replica that is gone will be replaced: Ray holds the request until then."""

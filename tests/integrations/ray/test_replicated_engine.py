@@ -96,8 +96,8 @@ class FakeReplicas:
 
 async def started(replicas: FakeReplicas) -> ReplicatedEngine:
     engine = ReplicatedEngine(replicas)
-    await engine.look()
-    await engine.look()
+    await engine.replicas.look()
+    await engine.replicas.look()
     return engine
 
 
@@ -195,19 +195,19 @@ def test_it_is_ready_while_one_replica_is() -> None:
         assert engine.unavailable is not None and not engine.is_ready
         with pytest.raises(EngineDead, match="loaded"):
             _ = engine.metadata
-        await engine.look()
-        await engine.look()
+        await engine.replicas.look()
+        await engine.replicas.look()
         assert engine.is_ready and engine.metadata is FACTS and engine.stats().rows_total == 8
         replicas.dead = {"a"}
-        await engine.look()
+        await engine.replicas.look()
         assert engine.is_ready
         replicas.dead = {"a", "b"}
-        await engine.look()
+        await engine.replicas.look()
         assert (
             engine.unavailable is not None and "it died" in str(engine.unavailable) and not engine.unavailable.is_final
         )
         replicas.dead = set()
-        await engine.look()
+        await engine.replicas.look()
         assert engine.is_ready
 
     asyncio.run(main())
@@ -233,7 +233,7 @@ def test_it_goes_on_watching() -> None:
     async def main() -> None:
         engine = ReplicatedEngine(replicas)
         replicas.faults = [RuntimeError("a bug"), KeyError("another")]
-        watching = asyncio.create_task(engine.watch())
+        watching = asyncio.create_task(engine.replicas.watch())
         await until_async(lambda: engine.is_ready)
         assert not replicas.faults
         replicas.dead = {"a"}
