@@ -340,27 +340,26 @@ class Proxy(Admission):
         context = ProxyContext(self.open_requests, uuid4().hex, request, self.metrics)
 
         async def watched() -> Response:
-            data = await self.read_object(request, context) if compress else None
-            raw = b"" if compress else await self.read_bytes(request, context)
-            return await run_until_disconnect(request.receive, self._pass(request, data, raw, compress, context))
+            if compress is None:
+                work = self._forward(request, await self.read_bytes(request, context), {}, context)
+            else:
+                work = self._shorten(request, await self.read_object(request, context), compress, context)
+            return await run_until_disconnect(request.receive, work)
 
         return await self.handle(context, watched)
 
-    async def _pass(
-        self,
-        request: Request,
-        data: dict[str, Any] | None,
-        raw: bytes,
-        compress: CompressBody | None,
-        context: ProxyContext,
+    async def _shorten(
+        self, request: Request, data: dict[str, Any], compress: CompressBody, context: ProxyContext
     ) -> Response:
-        extra: dict[str, str] = {}
-        if compress is not None and data is not None:
-            compressed = await self._compress(compress, data, context)
-            raw = to_json(compressed.body)
-            extra[REPORT_HEADER] = json.dumps(summary(compressed))
+        compressed = await self._compress(compress, data, context)
+        extra = {REPORT_HEADER: json.dumps(summary(compressed))}
+        return await self._forward(request, to_json(compressed.body), extra, context)
+
+    async def _forward(
+        self, request: Request, body: bytes, extra: Mapping[str, str], context: ProxyContext
+    ) -> Response:
         path, query = request.scope["raw_path"], request.scope["query_string"]
-        answer = await self._upstream.open(request.method, path, query, request.headers.raw, raw)
+        answer = await self._upstream.open(request.method, path, query, request.headers.raw, body)
         try:
             return ForwardedResponse(answer, extra, context.end)
         except BaseException:
