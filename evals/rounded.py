@@ -2,10 +2,10 @@
 
 Eager: prefill computes with the widened weights, decode too, and with ``-a8`` every product of decode with a
 layer or the head sees its input after a trip through int8, which is what looped steps multiply with. On a processor
-that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in dense
-models, whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in
-models with experts or latents, whose decode does not. ``-all8`` rounds to int8 in prefill, too, as an engine does where
-that is the fastest.
+that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in
+models whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in
+models with latents, or experts in bf16, whose decode does not. ``-all8`` rounds to int8 in prefill, too, as an engine
+does where that is the fastest.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Width:
         if config.weights.layers.rounds_inputs != self.rounds_decode:
             width = next(name for name, own in WIDTHS.items() if own is self)
             raise ValueError(
-                f"decode of {self.words} weights rounds its inputs in dense models and in no others; "
+                f"decode of {self.words} weights rounds its inputs in some models and not in others; "
                 f"this width is for {'the former' if self.rounds_decode else 'the latter'}: {width!r}"
             )
 
