@@ -13,6 +13,8 @@ import torch
 
 from snapstream.config import KVBudget, WeightFormat
 from snapstream.exec.cuda_graph import make_graph
+from snapstream.exec.eager import EagerDecode
+from snapstream.exec.executors import PREFERRED
 from snapstream.exec.speculation import StepTimes
 from snapstream.kernels.interface import Kernels, bind
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -23,6 +25,7 @@ from snapstream.models.matrix import FEW, make_matrix
 from snapstream.models.registry import read_model_config
 from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.types import SamplingParams
+from tests.engine.test_speculation import model_alone
 from tests.kernels.triton import (
     checks,
     checks_fp8,
@@ -268,6 +271,24 @@ def test_drafted_tokens_are_verified(
         got = llm.generate(prompts, predicted)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     assert sum(output.timings.accepted_tokens for output in got) > 4
+
+
+def test_a_draft_model_reads_and_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model drafts for itself, and is right."""
+    model_alone(monkeypatch)
+    monkeypatch.setitem(PREFERRED, "cpu", "eager")  # of looped steps rows would be in int8, which is not for GPUs
+    folder, rng = save(make_model("qwen3"), tmp_path), random.Random(6)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (20, 7)]
+    made = partial(build_runner, kernels=bind("cpu", "triton"), make_decode=EagerDecode)
+    params = [SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)] * 2
+    said = []
+    for draft, make in ((None, build_runner), (folder, made)):
+        with LLM(folder, budget="full", max_rows=2, max_model_len=32, executor="eager", make_runner=make,
+                 speculative_model=draft, progress=False) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params)
+            said.append([output.token_ids for output in outputs])
+    assert said[0] == said[1]
+    assert sum(output.timings.accepted_tokens for output in outputs) > 8
 
 
 # The Triton product with a matrix per expert equals its reference, under Triton's interpreter.
