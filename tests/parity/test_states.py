@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -298,8 +300,11 @@ def snapshot_files(store: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-3", "kimi-linear"])
-def test_a_restart_finds_snapshots(name: str, tmp_path: Path) -> None:
+def test_a_restart_finds_snapshots(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second turn continues at the end of the first; without that file at the snapshot before, bit for bit."""
+    fsync = os.fsync
+    # Files that are written within one tick of the kernel's clock have the same time.
+    monkeypatch.setattr("snapstream.kv.prefix_store.os.fsync", lambda file: (time.sleep(0.02), fsync(file)))
     folder, store = save(make_model(name), tmp_path / "model"), tmp_path / "store"
     document, more = prompts(61, 20)
     stored = {**STORED, "prefix_store": STORE, "prefix_dir": str(store)}
