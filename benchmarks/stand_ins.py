@@ -108,6 +108,8 @@ def occupy(runner: ModelRunner, rows: Sequence[int], num_tokens: int, sampling: 
     counters = runner.rows.entry(num_tokens, num_tokens, runner.config.row_budget)
     device = runner.decoder.device
     runner.rows.admit(upload(rows, torch.int64, device), upload([counters] * len(rows), torch.int64, device))
+    if runner.cache.heads is not None:
+        runner.cache.heads.admit(rows, runner.config.budget, num_tokens)
     runner.first.params.update((row, sampling) for row in rows)
 
 

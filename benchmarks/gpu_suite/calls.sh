@@ -51,7 +51,7 @@ if [ "$call" = 1 ] || [ "$call" = list ]; then
   suite 120 decode_8b decode_small prefill_kernels attention
 fi
 if [ "$call" = 2 ] || [ "$call" = list ]; then
-  suite 400 largest_batch prefill_8b peers decode_kernel streams drafts spec_prefill decode_8b_fp8
+  suite 430 decode_8b_heads largest_batch prefill_8b peers decode_kernel streams drafts spec_prefill decode_8b_fp8
 fi
 if [ "$call" = 3 ] || [ "$call" = list ]; then
   tests memory 100 tests/gpu/test_graph.py -k memory_is

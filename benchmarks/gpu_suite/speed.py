@@ -38,21 +38,28 @@ def ceilings(bench: Bench) -> Figures:
 
 
 def decode(
-    model: str, points: list[tuple[int, list[int], int]], executors: tuple[str, ...], kv_dtype: KVDType = "auto"
+    model: str,
+    points: list[tuple[int, list[int], int]],
+    executors: tuple[str, ...],
+    kv_dtype: KVDType = "auto",
+    has_heads: bool = False,
 ) -> Callable[[Bench], Figures]:
-    """Decode of ``model`` for points of (slots, batches, tokens of context), with each executor."""
+    """Decode of ``model`` for points of (slots, batches, tokens of context), with each executor.
+
+    ``has_heads``: over per-head budgets of as many slots in all.
+    """
 
     def section(bench: Bench) -> Figures:
         decoder = decoder_of(bench, model)
         for slots, batches, context in _smaller(bench, points):
             max_len = max(context + 256, slots)
-            runner = make_runner(bench, decoder, slots, max(batches), max_len, min(512, slots), kv_dtype)
+            runner = make_runner(bench, decoder, slots, max(batches), max_len, min(512, slots), kv_dtype, has_heads)
             for batch in batches:
                 for executor in executors:
                     use_executor(bench, runner, executor, batch)
                     seconds = decode_seconds(bench, runner, batch, context, steps=20)
                     yield {"model": model, "executor": executor, "slots": slots, "context": context,
-                           "kv_dtype": kv_dtype,
+                           "kv_dtype": kv_dtype, "heads": "uneven" if has_heads else "equal",
                            **_rates(bench, decoder.config, batch, slots, context, seconds, kv_dtype)}  # fmt: skip
             del runner
             bench.device.free()

@@ -15,11 +15,15 @@ import pytest
 import torch
 
 from snapstream.config import KVBudget
+from snapstream.config.kv import HeadProfile
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
+from snapstream.models.config_json import fingerprint
+from snapstream.models.registry import read_model_config
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_heads import uneven
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -40,11 +44,13 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
-def run(folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str) -> list[list[int]]:
+def run(
+    folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str, heads: HeadProfile | None = None
+) -> list[list[int]]:
     params = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]
     executor = "eager" if device == "cpu" else None  # looped decode of a CPU would be compiled first
     with LLM(folder, budget=budget, selector=SELECTOR, device=device, executor=executor, max_rows=4, chunk_len=32,
-             max_model_len=160, progress=False) as llm:  # fmt: skip
+             max_model_len=160, heads=heads, progress=False) as llm:  # fmt: skip
         return [output.token_ids for output in llm.generate(prompts, params)]
 
 
@@ -57,6 +63,16 @@ def test_tokens_equal_those_of_the_cpu(
 ) -> None:
     folder = save(make_model(name), tmp_path)
     assert run(folder, prompts, "cuda", budget) == run(folder, prompts, "cpu", budget)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
+def test_tokens_over_per_head_budgets_equal_those_of_the_cpu(
+    name: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    folder = save(make_model(name), tmp_path)
+    model = read_model_config(folder)
+    profile = HeadProfile(shares=uneven(model.num_layers, model.num_kv_heads), model=fingerprint(folder))
+    assert run(folder, prompts, "cuda", SMALL, profile) == run(folder, prompts, "cpu", SMALL, profile)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

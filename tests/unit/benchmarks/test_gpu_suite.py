@@ -39,6 +39,7 @@ QUICK = [
     "requests",
     "drafts",
     "decode_8b_fp8",
+    "decode_8b_heads",
     "narrow_linear",
     "decode_8b_narrow",
     "decode_small",
@@ -62,6 +63,7 @@ def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.Monke
         name: {f["kv_dtype"] for f in result["sections"][name]["figures"]} for name in ("decode_8b", "decode_8b_fp8")
     }
     assert kinds == {"decode_8b": {"auto"}, "decode_8b_fp8": {"fp8"}}
+    assert {f["heads"] for f in result["sections"]["decode_8b_heads"]["figures"]} == {"uneven"}
     (prefill,) = result["sections"]["prefill_8b"]["figures"]
     assert 0 < prefill["compress_share"] < 1
     assert all(entry["about"] and not entry["is_running"] for entry in result["sections"].values())
