@@ -17,9 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from evals import store
+from evals import cells, store
 from evals.arms import NUM_HOPS
-from evals.cells import RESULTS, weights_of
+from evals.cells import weights_of
 from evals.chat import Chat
 from evals.tasks import TEMPLATE_TOKENS, document_of
 from figures.machine import describe
@@ -83,7 +83,7 @@ def _mean(values: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
 
 def chains_table() -> str:
     """docs: what is kept of each link of a chain, without hops and with them."""
-    stored = list(store.read(RESULTS / "chains.jsonl").values())
+    stored = list(store.read(cells.RESULTS / "chains.jsonl").values())
     if not stored:
         raise ValueError("not measured; run python -m evals.chains")
     record = stored[-1]
@@ -122,7 +122,7 @@ def main() -> None:
             found[hops] = report(prompts, llm.generate([ids for _, ids, _ in prompts], params), budget)
     settings = {"model": args.model.name, "weights": weights_of(args.model), "slots": slots,
                 "prompt_len": args.prompt_len, "num_prompts": args.prompts}  # fmt: skip
-    store.append(RESULTS / "chains.jsonl", {"settings": settings, **describe(), "result": {"hops": found}})
+    store.append(cells.RESULTS / "chains.jsonl", {"settings": settings, **describe(), "result": {"hops": found}})
     print(json.dumps(found, indent=1))
 
 

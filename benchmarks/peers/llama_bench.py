@@ -3,6 +3,7 @@
     make peers                                                # once; or --llama-bench PATH, built from its source
     python -m benchmarks.peers.llama_bench --save             # 0.6B, 1B and 4B in q4_0, and a hybrid
     python -m benchmarks.peers.llama_bench --shapes qwen3-0.6b --depths 4096 16384
+    python -m benchmarks.peers.llama_bench --shapes qwen3-30b-a3b-24th --kinds q4_k_m q4_0 --save    # a mixture
     python -m benchmarks.peers.llama_bench --shapes tiny      # tries it, in seconds
 
 Both measure a prompt of 512 tokens, and 128 tokens after a prompt of one and of each depth, with a full cache, as many
@@ -130,8 +131,9 @@ def main() -> None:
                 mine, theirs = (mean(engine["tokens_per_s"][test]) for engine in (own, peer))
                 print(f"{shape} {kind} {test}: snapstream {mine:,.1f}, llama.cpp {theirs:,.1f} tokens/s, "
                       f"{mine / theirs:.2f} times", flush=True)  # fmt: skip
+    are_mixtures = all("num_experts" in SHAPES[shape] for shape in args.shapes)
     report(
-        "peers_llama_bench" + ("_depths" if args.depths else ""),
+        "peers_llama_bench" + ("_mixture" if are_mixtures else "") + ("_depths" if args.depths else ""),
         ceiling,
         {"threads": args.threads, "models": models},
         save=args.save,

@@ -580,7 +580,7 @@ class EngineOptions(Settings):
         So it is on a CPU unless heads or a selector are named: a named selector fills rows as its paper has it. On a
         GPU, where per-head budgets have not run yet (docs/research/gpu.md), only if asked for.
         """
-        is_default = self.heads is None and self.selector is None and not self.device.startswith("cuda")
+        is_default = self.heads is None and self.selector is None and self.device == "cpu"
         return is_default or self.heads == "auto"
 
     @classmethod

@@ -83,10 +83,10 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tables_show_the_stored_cells(stored: Path) -> None:
     text = tables.accuracy()
     assert "| full attention | all | 0.50 MiB | 94.0 | 59.0 |" in text  # exact retrieval: (99 + 89) / 2
-    assert "| SnapStream | 1/4 | 0.50 MiB | 81.0 | 46.0 |" in text
+    assert "| SnapStream, equal heads | 1/4 | 0.50 MiB | 81.0 | 46.0 |" in text
     detail = tables.tasks_table()
-    assert "| SnapStream | 1/8 | 82.0 ± 3.0 (81.0) | 72.0 ± 3.0 (71.0) |" in detail
-    assert "| SnapStream | 1/8 | 64 | 90.0 | 80.0 | 70.0 | 60.0 |" in tables.by_position()
+    assert "| SnapStream, equal heads | 1/8 | 82.0 ± 3.0 (81.0) | 72.0 ± 3.0 (71.0) |" in detail
+    assert "| SnapStream, equal heads | 1/8 | 64 | 90.0 | 80.0 | 70.0 | 60.0 |" in tables.by_position()
     sinks = sweep.sweep_table("sinks")
     assert (
         "| setting | kv |\n" in sinks and "| **default** | 60.0 ± 3.0 |" in sinks and "| S = 4 | 63.0 ± 3.0 |" in sinks
@@ -140,8 +140,8 @@ def test_rows_in_fp8_stand_beside_the_others_and_nowhere_else(stored: Path) -> N
     cell.write(scores, 1.0)
     lines = tables.rows_table({"fp8": "FP8"}).splitlines()[-2:]
     assert lines == [
-        "| SnapStream | 1/4 | fp32 | 0.50 MiB | 86.0 ± 3.0 |",
-        "| SnapStream | 1/4 | FP8 | 0.12 MiB | 85.0 ± 2.0 |",
+        "| SnapStream, equal heads | 1/4 | fp32 | 0.50 MiB | 86.0 ± 3.0 |",
+        "| SnapStream, equal heads | 1/4 | FP8 | 0.12 MiB | 85.0 ± 2.0 |",
     ]
     other = replace(cell, task="json", arm=make_arm("full", 2048, 2080, 32))
     other.write(scores, 1.0)
@@ -162,9 +162,9 @@ def test_narrow_weights_stand_beside_the_same_prompts_and_nowhere_else(stored: P
     for width, accuracy in (("int8", 85.5), ("int4-a8", 82.0)):
         replace(own, width=width).write(scores | {"accuracy": accuracy}, 1.0)
     assert widths_table(TINY_MODEL).splitlines()[-3:] == [
-        "| fp32 | fp32 | fp32 | SnapStream | 1/4 | 85.0 |",
-        "| int8 | fp32 | fp32 | SnapStream | 1/4 | 85.5 (+0.5) |",
-        "| int4 | fp32 | int8 | SnapStream | 1/4 | 82.0 (-3.0) |",
+        "| fp32 | fp32 | fp32 | SnapStream, equal heads | 1/4 | 85.0 |",
+        "| int8 | fp32 | fp32 | SnapStream, equal heads | 1/4 | 85.5 (+0.5) |",
+        "| int4 | fp32 | int8 | SnapStream, equal heads | 1/4 | 82.0 (-3.0) |",
     ]
     assert len(sections.cells_of("accuracy_widths")) == 3
     assert (tables.accuracy(), tables.tasks_table(), plots.bytes_panel(), sections.cells_of("accuracy")) == before
@@ -219,7 +219,7 @@ def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:
     kept = [line for line in lines if json.loads(line)["settings"] != missing.settings]
     assert len(kept) == len(lines) - 1
     missing.path.write_text("".join(kept))
-    assert "| SnapStream | 1/4 | 0.50 MiB |  | 46.0 |" in tables.accuracy()
+    assert "| SnapStream, equal heads | 1/4 | 0.50 MiB |  | 46.0 |" in tables.accuracy()
 
 
 def test_plots_show_the_stored_cells(stored: Path) -> None:

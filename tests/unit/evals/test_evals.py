@@ -394,7 +394,7 @@ def test_links_are_found_and_their_share_is_counted() -> None:
         assert all(text.strip().startswith("Let ") and text.endswith(".") for text in texts)
         assert question.answers[-1] in texts[-1]
     budget = KVBudget.of(96)
-    with LLM(TINY_MODEL, budget=budget, max_model_len=432, progress=False) as llm:
+    with LLM(TINY_MODEL, budget=budget, max_model_len=432, heads="none", progress=False) as llm:
         params = SamplingParams(max_tokens=1, return_kept=True)
         found = report(prompts, llm.generate([ids for _, ids, _ in prompts], params), budget)
     assert sum(found["prompts_by_links"].values()) == 6

@@ -515,7 +515,7 @@ def test_an_engine_and_a_request_name_a_selector_from_outside() -> None:
         num_heads = llm.model_config.num_kv_heads
         (default_on_it,) = llm.generate([PROMPT], PARAMS, selector="snapkv")
     assert kept(own) == tuple((spread_positions(layer),) * num_heads for layer in range(len(kept(own))))
-    with LLM(TINY_MODEL, **SETTINGS) as llm:  # type: ignore[arg-type]
+    with LLM(TINY_MODEL, heads="none", **SETTINGS) as llm:  # type: ignore[arg-type]
         (default,) = llm.generate([PROMPT], PARAMS)
         both = llm.generate([PROMPT, PROMPT], PARAMS, selector=Spread())
         *_, streamed = llm.stream(PROMPT, PARAMS, selector="spread")
