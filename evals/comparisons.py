@@ -17,7 +17,7 @@ from evals.tasks import TASKS
 from figures.markdown import table
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 
-# A model with states of constant size beside one that has none: what cut rows keep of their answers.
+# A model with states of constant size compared with one that has none: what cut rows keep of their answers.
 HYBRID_MODEL = Path("build/tiny_hybrid")  # trained by recipes/tiny_hybrid; it does not ship, its results do
 HYBRIDS = {"LFM2, 2 of 6 layers cut": HYBRID_MODEL, "Llama, 4 of 4": TINY_MODEL}
 
@@ -204,7 +204,7 @@ def rescoring_table() -> str:
     return f"Accuracy in points, prompts of 2,048 tokens, greedy:\n\n{shown}\n\n<sub>{where}</sub>"
 
 
-# Weights of int8 and int4 beside those that a model ships with: the same prompts, arm by arm.
+# Weights of int8 and int4 compared with those that a model ships with: the same prompts, arm by arm.
 
 
 def width_cells(model: Path) -> list[tables.Result]:

@@ -20,7 +20,7 @@ from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 NARROW_ROWS = {"bfloat16": "bf16", "int8": "int8", "int4": "int4"}  # of a CPU, with a name for tables
 DRAFT = "draft_"  # sections of the second model (Qwen3, another tokenizer): are results one model's accident?
 LATENT = "latent_"  # of the third (DeepSeek-V3), whose rows hold latents
-HYBRID = "hybrid_accuracy"  # of an LFM2 beside the first model
+HYBRID = "hybrid_accuracy"  # of an LFM2 and the first model
 
 TABLES: dict[str, Callable[[], str]] = {
     "accuracy": tables.accuracy,

@@ -106,7 +106,7 @@ def main() -> None:
         "prompt_len": args.prompt_len, "new_tokens": args.new_tokens,
     }  # fmt: skip
     name = f"peers_all_{args.shape}" + ("" if args.prompt_len == PROMPT_LEN else f"_{args.prompt_len}")
-    if min(args.batches) > 1:  # beside a record of one row
+    if min(args.batches) > 1:  # the record of one row stays
         name += f"_{min(args.batches)}rows"
     report(name, ceiling, settings | found, save=args.save)
 

@@ -61,8 +61,11 @@ def store_profile(profile: HeadProfile) -> Path:
 
 
 def _seconds_file(own: str, device: str) -> Path:
-    """What the shortest calibration would take, where a start has found that to be too long."""
-    return cached(own).with_suffix(f".{device.partition(':')[0]}.seconds")
+    """What the shortest calibration would take, where a start has found that to be too long: with as many threads."""
+    import torch
+
+    where = f"cpu-{torch.get_num_threads()}" if device == "cpu" else device.partition(":")[0]
+    return cached(own).with_suffix(f".{where}.seconds")
 
 
 def _known_seconds(own: str, device: str) -> float:
@@ -87,7 +90,7 @@ def automatic_heads(
     progress: bool = False,
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> tuple[EngineOptions, str]:
-    """The options with their heads, and a line that says which, empty where nobody asked and rows keep every token.
+    """The options with their heads, and a line that says which, empty where unasked and rows keep every token.
 
     ``on_stage`` hears of a wait. ValueError for options that no engine could have, whatever its heads.
     """

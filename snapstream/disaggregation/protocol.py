@@ -157,9 +157,8 @@ class RowSizes:
     num_layers: int
     num_kv_heads: int = 1  # where layers differ, the most
     hidden_bytes: int  # the last hidden state
-    layer_bytes: Callable[
-        [int, KVBudget], tuple[int, ...]
-    ]  # each layer of a row, by the prompt's length and the budget
+    # Of each layer of a row, by the prompt's length and the budget.
+    layer_bytes: Callable[[int, KVBudget], tuple[int, ...]]
 
     def row_bytes(self, prompt_len: int, budget: KVBudget) -> int:
         """Host memory that the row takes on either side during the transfer."""

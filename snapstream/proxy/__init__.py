@@ -262,7 +262,7 @@ def check_path(path: bytes) -> None:
 
 
 def _connection_only(headers: Headers) -> frozenset[bytes]:
-    """Names of headers that must not travel on: the fixed ones, and those that Connection names."""
+    """Names of headers that must not be forwarded: the fixed ones, and those that Connection names."""
     named = [
         token.strip().lower() for name, value in headers if name.lower() == b"connection" for token in value.split(b",")
     ]

@@ -372,7 +372,10 @@ def with_forced(messages: Sequence[Mapping[str, Any]], found: list[Candidate], s
             raise ValueError(f"keep_spans names message {index!r}; there are {len(messages)}, from 0")
         if not isinstance(messages[index].get("content"), str):
             raise ValueError(f"keep_spans names message {index}, whose content is not one text")
-    return [replace(one, forced=check_spans(spans.get(one.message or 0, ()), len(one.text))) for one in found]
+    return [
+        one if one.message is None else replace(one, forced=check_spans(spans.get(one.message, ()), len(one.text)))
+        for one in found
+    ]
 
 
 def text_report(candidate: Candidate, own: ScoredText, kept: set[int]) -> TextReport:

@@ -99,8 +99,9 @@ def errors(error: Mapping[str, Any] = ERROR) -> dict[int | str, dict[str, Any]]:
 
 @cache
 def body_schema(*kinds: type[BaseModel]) -> dict[str, Any]:
-    """The body for the OpenAPI document, which nobody changes; handlers read it themselves, so that errors keep their
-    shape.
+    """The body for the OpenAPI document; handlers read it themselves, so that errors keep their shape.
+
+    Cached, so callers must not change it.
     """
     schemas = [kind.model_json_schema(ref_template="#/components/schemas/{model}") for kind in kinds]
     for schema in schemas:
