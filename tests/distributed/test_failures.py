@@ -70,7 +70,12 @@ class Served:
         self.runner, self.engine = runner, engine
 
     def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run it once the engine is ready: the test before, if any ran here, may have killed it."""
+        self.until_ready()
         self.runner.run(asyncio.wait_for(coroutine, HANG_S))
+
+    def until_ready(self) -> None:
+        self.runner.run(until_async(lambda: self.engine.is_ready))
 
     @property
     def worker(self) -> int:
@@ -97,6 +102,7 @@ def served(folder: Path) -> Iterator[Served]:
         runner.run(engine.start())
         own = Served(runner, engine)
         yield own
+        own.until_ready()
         last, rank_0 = own.worker, engine.metadata.pid
         runner.run(engine.shutdown(0))
         assert not is_running(rank_0) and not is_running(last), "a shut down server leaves no process"
@@ -143,10 +149,13 @@ def test_a_worker_that_is_killed_while_it_loads_fails_the_start(served: Served, 
             starting[:] = [pid for child in children_of(os.getpid()) for pid in workers_of(child)]
             return bool(starting) and not engine.is_ready
 
+        restarts = engine.stats().restarts_total
+        os.kill(served.worker, signal.SIGKILL)
+        await until_async(lambda: not engine.is_ready)
         await until_async(is_starting)
         os.kill(starting[0], signal.SIGKILL)
         await until_async(lambda: engine.is_ready)
-        assert engine.metadata.pid != before and engine.stats().restarts_total >= 2
+        assert engine.metadata.pid != before and engine.stats().restarts_total >= restarts + 2
         await answers_are(engine, want)
 
     served.run(main())
