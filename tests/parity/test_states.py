@@ -314,8 +314,8 @@ def test_a_restart_finds_snapshots(name: str, tmp_path: Path, monkeypatch: pytes
         if not snapshot_files(store):
             with LLM(folder, max_rows=2, **stored) as llm:
                 llm.generate([document], GREEDY)
-            assert len(snapshot_files(store)) == 4, "after 16, 32, 48 and 56 tokens"
-        for path in snapshot_files(store)[4:]:  # of the turn before
+            assert len(snapshot_files(store)) >= 4, "after 16, 32, 48 and 56 tokens"
+        for path in snapshot_files(store)[4:]:  # of the answer, if there was time for it, and of the turn before
             path.unlink()
         if damage is not None:
             damage(snapshot_files(store)[-1])
