@@ -125,45 +125,67 @@ inline void short_conv(Work& w, int64_t layer) {
     });
 }
 
-// Columns [first, first + N W) of a head's state S [keys, values], or `some` of them: out = S^T q after
-// S <- decay S, u = beta (v - S^T k), S <- S + k u^T. v is overwritten. The columns stay in the nearest cache between
-// both passes. BY_CHANNEL: with a decay per element of a key, by which `decayed` are the keys.
-template <int N, bool BY_CHANNEL>
-inline void delta_columns(float* state, int64_t keys, int64_t values, const float* q, const float* k,
-                          const float* decays, const float* decayed, float beta, float* v, float* out,
-                          int64_t some = W) {
-    vec recalled[N] = {}, sums[N] = {};
-    const auto get = [&](const float* from) { return N > 1 ? load(from) : load_some(from, some); };
-    const auto put = [&](float* to, vec x) {
-        if (N > 1 || some == W) return store(to, x);
-        float lanes[W];
-        store(lanes, x);
-        std::copy(lanes, lanes + some, to);
-    };
-    const float decay = BY_CHANNEL ? 1.0f : *decays, *asked = BY_CHANNEL ? decayed : k;
-    for (int64_t i = 0; i < keys; ++i)
-        for (int n = 0; n < N; ++n) recalled[n] += get(state + i * values + n * W) * asked[i];
-    for (int n = 0; n < N; ++n) recalled[n] = (get(v + n * W) - recalled[n] * decay) * beta;
-    for (int64_t i = 0; i < keys; ++i)
-        for (int n = 0; n < N; ++n) {
-            float* at = state + i * values + n * W;
-            const vec next = get(at) * (BY_CHANNEL ? decays[i] : decay) + recalled[n] * k[i];
-            put(at, next);
-            sums[n] += next * q[i];
-        }
-    for (int n = 0; n < N; ++n) put(out + n * W, sums[n]);
+// column(at, some) for every vector of columns of a state.
+template <class Column>
+INLINE void for_columns(int64_t values, Column column) {
+    int64_t at = 0;
+    for (; at + W <= values; at += W) column(at, W);
+    if (at < values) column(at, values - at);
 }
 
-// One token of the gated delta rule for one value head (arXiv 2412.06464, section 3.1).
+constexpr int ROWS = 2;  // of a state at once, all of them in the order of memory, so that a cold state is prefetched
+
+// R rows of a head's state S [keys, values]: found += S^T k.
+template <int R>
+INLINE void recall_rows(const float* state, int64_t values, const float* k, float* found) {
+    for_columns(values, [&](int64_t at, int64_t some) __attribute__((always_inline)) {
+        vec sum = load_some(found + at, some);
+        UNROLL for (int r = 0; r < R; ++r) sum += load_some(state + r * values + at, some) * k[r];
+        store_some(found + at, sum, some);
+    });
+}
+
+// The same rows: S <- decay S + k u^T, found += S^T q. BY_CHANNEL: with a decay per row.
+template <int R, bool BY_CHANNEL>
+INLINE void advance_rows(float* state, int64_t values, const float* q, const float* k, const float* decays,
+                         const float* u, float* found) {
+    for_columns(values, [&](int64_t at, int64_t some) __attribute__((always_inline)) {
+        const vec own = load_some(u + at, some);
+        vec sum = load_some(found + at, some);
+        UNROLL for (int r = 0; r < R; ++r) {
+            float* row = state + r * values + at;
+            const vec next = load_some(row, some) * decays[BY_CHANNEL ? r : 0] + own * k[r];
+            store_some(row, next, some);
+            sum += next * q[r];
+        }
+        store_some(found + at, sum, some);
+    });
+}
+
+// One token of a head: S <- decay S + k u^T, found = S^T q.
+template <bool BY_CHANNEL>
+inline void advance(float* state, int64_t keys, int64_t values, const float* q, const float* k, const float* decays,
+                    const float* u, float* found) {
+    std::fill(found, found + values, 0.0f);
+    int64_t i = 0;
+    for (; i + ROWS <= keys; i += ROWS)
+        advance_rows<ROWS, BY_CHANNEL>(state + i * values, values, q + i, k + i, decays + i * BY_CHANNEL, u, found);
+    for (; i < keys; ++i)
+        advance_rows<1, BY_CHANNEL>(state + i * values, values, q + i, k + i, decays + i * BY_CHANNEL, u, found);
+}
+
+// One token of the gated delta rule for one value head (arXiv 2412.06464, section 3.1): u = beta (v - decay S^T k). v is
+// overwritten. BY_CHANNEL: with a decay per element of a key, by which `decayed` are the keys.
 template <bool BY_CHANNEL>
 inline void delta_rule(float* state, int64_t keys, int64_t values, const float* q, const float* k, const float* decays,
                        const float* decayed, float beta, float* v, float* out) {
+    const float decay = BY_CHANNEL ? 1.0f : *decays, *asked = BY_CHANNEL ? decayed : k;
+    std::fill(out, out + values, 0.0f);
     int64_t i = 0;
-    for (; i + 4 * W <= values; i += 4 * W)
-        delta_columns<4, BY_CHANNEL>(state + i, keys, values, q, k, decays, decayed, beta, v + i, out + i);
-    for (; i < values; i += W)
-        delta_columns<1, BY_CHANNEL>(state + i, keys, values, q, k, decays, decayed, beta, v + i, out + i,
-                                     std::min<int64_t>(W, values - i));
+    for (; i + ROWS <= keys; i += ROWS) recall_rows<ROWS>(state + i * values, values, asked + i, out);
+    for (; i < keys; ++i) recall_rows<1>(state + i * values, values, asked + i, out);
+    for (int64_t j = 0; j < values; ++j) v[j] = (v[j] - out[j] * decay) * beta;
+    advance<BY_CHANNEL>(state, keys, values, q, k, decays, v, out);
 }
 
 // Of the normed input of a layer with a row of its gates.
@@ -187,9 +209,9 @@ inline int64_t recurrent_scratch(const Model& model) {
 }
 
 inline void to_unit(float* x, int64_t count, float scale) {
-    float sum = 0.0f;
-    for (int64_t i = 0; i < count; ++i) sum += x[i] * x[i];
-    const float factor = scale / std::sqrt(sum + 1e-6f);
+    vec sum = {};
+    for_columns(count, [&](int64_t at, int64_t some) { sum += load_some(x + at, some) * load_some(x + at, some); });
+    const float factor = scale / std::sqrt(sum_of(sum) + 1e-6f);
     for (int64_t i = 0; i < count; ++i) x[i] *= factor;
 }
 
@@ -249,32 +271,13 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
             delta_rule<false>(state, keys, values, q, k, &decay, nullptr, beta, own_v, found);
         }
         const float factor = norm_factor(found, values, w.model.eps), *norm = own.norm + place * values;
-        for (int64_t j = 0; j < values; ++j)
-            found[j] *= factor * norm[j] * ((rank ? 1.0f : z[j]) / (1.0f + std::exp(-z[j])));
+        for_columns(values, [&](int64_t j, int64_t some) {
+            const vec gate = load_some(z + j, some), up = rank ? all(1.0f) : gate;
+            store_some(found + j, load_some(found + j, some) * factor * load_some(norm + j, some) *
+                                      (up / (1.0f + exponential(-gate))), some);
+        });
     }
     pack_heads(w, w.model.parts[layer].recurrent_out, b, head, own.key_heads, out);
-}
-
-// Columns [first, first + W) of a head's state S [states, size], or `some` of them: S <- decay S + b x^T, out = S^T c.
-inline vec scan_columns(float* state, int64_t states, int64_t size, const float* b, const float* c, float decay, vec x,
-                        int64_t some) {
-    vec sums[2] = {};
-    if (some == W) {
-        for (int64_t i = 0; i < states; ++i) {
-            const vec next = load(state + i * size) * decay + x * b[i];
-            store(state + i * size, next);
-            sums[i % 2] += next * c[i];
-        }
-        return sums[0] + sums[1];
-    }
-    for (int64_t i = 0; i < states; ++i) {
-        const vec next = load_some(state + i * size, some) * decay + x * b[i];
-        float lanes[W];
-        store(lanes, next);
-        std::copy(lanes, lanes + some, state + i * size);
-        sums[i % 2] += next * c[i];
-    }
-    return sums[0] + sums[1];
 }
 
 // Of one token: norm per group of what its heads made, times the gates; then the convolution of B and C moves on, unless
@@ -283,7 +286,9 @@ inline void finish_scan(Work& w, int64_t layer, int64_t b) {
     const Recurrent& own = w.model.recurrent;
     const int64_t place = place_of(w, layer), inner = own.value_heads * own.value_dim, each = inner / own.key_heads;
     float *z = w.engine.mixed + b * own.projected, *found = z + inner;
-    for (int64_t j = 0; j < inner; ++j) found[j] *= z[j] / (1.0f + std::exp(-z[j]));
+    for_columns(inner, [&](int64_t j, int64_t some) {
+        store_some(found + j, Gated{}(load_some(z + j, some), load_some(found + j, some)), some);
+    });
     for (int64_t first = 0; own.norm && first < inner; first += each) {
         const float factor = norm_factor(found + first, each, w.model.eps), *norm = own.norm + place * inner;
         for (int64_t j = first; j < first + each; ++j) z[j] = found[j] * factor * norm[j];
@@ -309,7 +314,7 @@ inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head, float* st
     const float* taps = own.taps + place * own.kernel * own.channels;
     const float* bias = own.conv_bias ? own.conv_bias + place * own.channels : nullptr;
     float* inputs = state_of(w, w.rows.conv_inputs, layer, b, (own.kernel - 1) * own.channels);
-    float *in = w.scratch, *out = in + states;
+    float *in = w.scratch, *out = in + states, *own_x = out + states, *found = own_x + size;
     const Gated silu;
     const auto activated = [&](vec sum, int64_t channel, int64_t some) {
         return silu(bias ? sum + load_some(bias + channel, some) : sum, all(1.0f));
@@ -334,12 +339,12 @@ inline void scan_head(Work& w, int64_t layer, int64_t b, int64_t head, float* st
     for (int64_t i = 0; i < size; i += W) {
         const int64_t some = std::min<int64_t>(W, size - i), channel = head * size + i;
         const vec raw = load_some(x + channel, some);
-        const vec own_x = w.step.ahead ? raw : convolved(w, layer, inputs + channel, own.channels, channel, some, raw);
-        const vec found = scan_columns(state + i, states, size, in, out, decay, own_x * step, some) + own_x * own.skip[at];
-        float lanes[W];
-        store(lanes, found);
-        std::copy(lanes, lanes + some, x + channel);
+        const vec made = w.step.ahead ? raw : convolved(w, layer, inputs + channel, own.channels, channel, some, raw);
+        store_some(x + channel, made * own.skip[at], some);
+        store_some(own_x + i, made * step, some);
     }
+    advance<false>(state, states, size, out, in, &decay, own_x, found);
+    for (int64_t i = 0; i < size; ++i) x[head * size + i] += found[i];
     if (w.engine.heads_done[b].fetch_add(1, std::memory_order_acq_rel) + 1 < heads) return;
     w.engine.heads_done[b].store(0, std::memory_order_relaxed);
     finish_scan(w, layer, b);
@@ -406,10 +411,8 @@ inline void accept_head(Work& w, int64_t layer, int64_t b, int64_t count, int64_
         }
         const float *x = kept + value_head * values, *in = kept + heads * values + key_head * keys;
         const float step = step_of(gates[value_head] + own.step[at]), decay = std::exp(own.rate[at] * step);
-        for (int64_t i = 0; i < values; i += W) {
-            const int64_t some = std::min<int64_t>(W, values - i);
-            scan_columns(memory + i, keys, values, in, in, decay, load_some(x + i, some) * step, some);
-        }
+        for (int64_t i = 0; i < values; ++i) v[i] = x[i] * step;
+        advance<false>(memory, keys, values, in, in, &decay, v, out);
     }
 }
 

@@ -57,8 +57,9 @@ INLINE bits all_bits(uint32_t x) { return bits{} + x; }
 INLINE vec as_floats(bits b) { return (vec)b; }
 INLINE bits as_bits(vec v) { return (bits)v; }
 
-// The first n of W numbers, zeros after them.
+// The first n of W numbers, zeros after them. (A copy of a size that the compiler does not know is a call.)
 INLINE vec load_some(const float* from, int64_t n) {
+    if (n >= W) return load(from);
     vec out = {};
     std::memcpy(&out, from, n * 4);
     return out;
