@@ -3,7 +3,8 @@
 Weights are random, of the real shape, and answers are sampled. ``edit`` is given its own answer as a predicted output,
 with one token in twenty changed, as when a file is written again with small edits; ``fresh`` has nothing to repeat.
 Both must be the tokens of plain decode. Engines are alive together and take turns, so that a drifting machine favors
-none. ``speedup`` is the median over turns of tokens/s over those of plain decode.
+none; those over several ranks, of which a process can have one, start anew for each turn. ``speedup`` is the median
+over turns of tokens/s over those of plain decode.
 
 With ``--draft-model`` the target has layers of which only the first two change anything, at full cost: those two alone
 are a draft model that is nearly always right, and two other random layers one that is rarely right. Answers are greedy,
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -53,28 +54,37 @@ def measure(width: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
     """Figures of one width and batch."""
     with ExitStack() as stack:
         folder = stack.enter_context(llama_folder())
-        plain, drafting = (
-            stack.enter_context(
-                LLM(folder, budget="full", max_rows=rows, max_model_len=args.prompt_len + args.max_tokens,
-                    weights=width, num_speculative_tokens=count, progress=False)
-            )
-            for count in (0, SPECULATIVE_TOKENS)
-        )  # fmt: skip
-        vocab = plain.model_config.vocab_size
-        prompts = [random_prompt(args.prompt_len, vocab, seed=row) for row in range(rows)]
-        fresh = [SamplingParams(max_tokens=args.max_tokens, seed=row, ignore_eos=True) for row in range(rows)]
-        want = [output.token_ids for output in plain.generate(prompts, fresh)]
+        kept: dict[int, LLM] = {}
+
+        def engine(count: int) -> AbstractContextManager[LLM]:
+            if count in kept:
+                return nullcontext(kept[count])
+            llm = LLM(folder, budget="full", max_rows=rows, max_model_len=args.prompt_len + args.max_tokens,
+                      weights=width, num_speculative_tokens=count, tensor_parallel=args.ranks,
+                      progress=False)  # fmt: skip
+            if args.ranks > 1:
+                return llm
+            kept[count] = stack.enter_context(llm)
+            return nullcontext(llm)
+
+        with engine(0) as plain:
+            vocab = plain.model_config.vocab_size
+            prompts = [random_prompt(args.prompt_len, vocab, seed=row) for row in range(rows)]
+            fresh = [SamplingParams(max_tokens=args.max_tokens, seed=row, ignore_eos=True) for row in range(rows)]
+            want = [output.token_ids for output in plain.generate(prompts, fresh)]
         edit = [replace(own, prediction=edited(ids, vocab)) for own, ids in zip(fresh, want, strict=True)]
         speeds: dict[str, list[float]] = {"plain": [], "fresh": [], "edit": []}
         drafted = accepted = 0
         for _ in range(args.repeats):
-            for arm, llm, params in (("plain", plain, fresh), ("fresh", drafting, fresh), ("edit", drafting, edit)):
-                outputs = llm.generate(prompts, params)
-                assert [output.token_ids for output in outputs] == want, f"{arm} changed an answer"
-                speeds[arm].append(tokens_per_s(outputs))
-                if arm == "edit":
-                    drafted += sum(output.timings.drafted_tokens for output in outputs)
-                    accepted += sum(output.timings.accepted_tokens for output in outputs)
+            for count, arms in ((0, {"plain": fresh}), (SPECULATIVE_TOKENS, {"fresh": fresh, "edit": edit})):
+                with engine(count) as llm:
+                    for arm, params in arms.items():
+                        outputs = llm.generate(prompts, params)
+                        assert [output.token_ids for output in outputs] == want, f"{arm} changed an answer"
+                        speeds[arm].append(tokens_per_s(outputs))
+                        if arm == "edit":
+                            drafted += sum(output.timings.drafted_tokens for output in outputs)
+                            accepted += sum(output.timings.accepted_tokens for output in outputs)
     figure: dict[str, Any] = {"weights": width, "rows": rows, "plain_tokens_per_s": median(speeds["plain"])}
     for arm in ("fresh", "edit"):
         figure[f"{arm}_speedup"] = median(own / base for own, base in zip(speeds[arm], speeds["plain"], strict=True))
@@ -145,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="of prompt lookup; engines of several start turn by turn")
     parser.add_argument("--draft-model", action="store_true", help="draft models instead of prompt lookup")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()

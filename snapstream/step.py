@@ -1,8 +1,8 @@
 """The interface between the engine and its runner: plain data in, plain data out.
 
 The engine (``engine/``) makes a ``StepPlan``, a ``Runner`` (``exec/runner.py``) executes it and returns a
-``StepResult``. A plan never depends on a token that the device has not yet reported: rows store their own last token,
-so the next plan can be made, and broadcast to other ranks, before the previous result is read.
+``StepResult``. The engine's part of a plan never depends on a token that the device has not yet reported: rows store
+their own last token, so the next plan can be made, and broadcast to other ranks, before the previous result is read.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class StepPlan:
     received: tuple[ReceivedRow, ...] = ()
     units: tuple[UnitRange, ...] = ()
     decode_rows: tuple[int, ...] = ()
+    # Of several ranks that verify drafts, by rank 0: tokens for each of decode_rows, or nothing if no row has any.
+    drafts: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def is_empty(self) -> bool:

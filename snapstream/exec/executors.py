@@ -140,8 +140,10 @@ def why_not_speculative(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"executor {config.executor!r}: {reason}"
     if model.has_uneven_layers:
         return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
-    if config.parallel.size > 1:
-        return f"several ranks (tensor_parallel {config.parallel.size}) do not support it"
+    if (size := config.parallel.size) > 1 and config.device.startswith("cuda"):
+        return f"several ranks (tensor_parallel {size}) verify drafts on a CPU only"
+    if size > 1 and config.parallel.attention == "dp":
+        return "attention is 'dp', and ranks verify drafts only of rows that they share ('tp')"
     if config.reselection is not None:
         return "KV re-selection keeps the queries of tokens that may be rejected"
     return None

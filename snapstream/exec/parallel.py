@@ -1,9 +1,9 @@
 """A runner over several ranks: rank 0 sends each plan to its workers, then runs it over its own shard.
 
 Every rank runs the same ``ModelRunner`` over its shard of weights and rows, and samples the same tokens: they depend on
-logits with the same bits on every rank, on seeds and on counters. So only plans are sent, and only rank 0 reads
-results. Invariant: workers run exactly the plans that rank 0 runs, in the same order. Ctrl-C therefore waits for the
-end of a submit, or workers would wait for a plan that rank 0 has run in part.
+logits with the same bits on every rank, on seeds and on counters. So only plans are sent, with the drafts that rank 0
+proposes, and only rank 0 reads results. Invariant: workers run exactly the plans that rank 0 runs, in the same order.
+Ctrl-C therefore waits for the end of a submit, or workers would wait for a plan that rank 0 has run in part.
 
 Prefix store on disk: each rank has its shard of every block in its own files (``kv/prefix_store.py``).
 
@@ -102,6 +102,7 @@ class ParallelRunner:
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Run a plan on every rank. RankLost if one has ended; the engine is then unusable."""
         with _uninterrupted(), self._workers.step():
+            plan = replace(plan, drafts=self.rank_0.runner.propose(plan))
             self._workers.send(_for_workers(plan))
             try:
                 return self.rank_0.submit(plan)

@@ -270,15 +270,23 @@ class ModelRunner:
             batch = self._batches.of(plan.decode_rows, self.first.params)
             if self.reselector is not None:
                 self.reselector.before_step(plan.decode_rows)
-            self._decode(plan.decode_rows, batch, step)
+            self._decode(plan, batch, step)
         return step
 
-    def _decode(self, rows: tuple[int, ...], batch: Batch, step: SubmittedStep) -> None:
-        verified = None
+    @torch.inference_mode()
+    def propose(self, plan: StepPlan) -> tuple[tuple[int, ...], ...] | None:
+        """On rank 0, before all ranks run a plan: its ``drafts``."""
+        if self.speculation is None or not plan.decode_rows:
+            return None
+        batch = self._batches.of(plan.decode_rows, self.first.params)
+        return self.speculation.propose(plan.decode_rows, batch.rows)
+
+    def _decode(self, plan: StepPlan, batch: Batch, step: SubmittedStep) -> None:
+        rows, verified = plan.decode_rows, None
         if self.speculation is None:
             sampled = self.decode.step(batch.rows, batch.needs)
         else:
-            sampled, verified = self.speculation.step(rows, batch.rows, batch.needs)
+            sampled, verified = self.speculation.step(rows, batch.rows, batch.needs, plan.drafts)
         copy = step.add_decoded(sampled, batch.params, verified)
         self._grammars.follow(rows if verified is None else first_entries(rows, verified), copy, step)
 

@@ -12,6 +12,9 @@ Recurrent states go on by a row's last token alone, and then by the drafted ones
 (``models/views.py:DraftsView``, ``kernels/cpu/looped/recurrent.h``).
 
 On a GPU only steps that look for a draft wait for the tokens of the one before; times are those of events.
+
+Of several ranks rank 0 alone proposes, as a draft depends on measured times: ``StepPlan.drafts``. All ranks verify, and
+accept the same tokens, because they draw the same.
 """
 
 from __future__ import annotations
@@ -196,6 +199,7 @@ class Speculation:
         # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.
         self._fed: list[tuple[Sequence[_Row], Arriving]] = []
         self._timed: list[tuple[int, Stopwatch]] = []
+        self._asked: set[int] = set()  # of the rows last proposed for, those with drafts of the draft model
         self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
 
     def _least_ring(self, entry: PrefillEntry) -> int:
@@ -219,22 +223,43 @@ class Speculation:
                 most=min(self.most, self._least_ring(entry) - 1) if entry.sampling.grammar is None else 0,
             )
 
-    def step(
-        self, rows: tuple[int, ...], batch_rows: Tensor, needs: SamplingNeeds
-    ) -> tuple[Sampled, list[Verified] | None]:
-        """A decode step with drafts where they pay: samples, and what each row has of them; None: one each."""
+    def propose(self, rows: tuple[int, ...], batch_rows: Tensor) -> tuple[tuple[int, ...], ...]:
+        """Drafts of each row for the next step, where they pay; nothing if no row has any."""
+        own = self._feed(rows, batch_rows)
+        self._asked = set()
+        if not self._may_draft(own):
+            return ()
+        self._catch_up()
+        drafts = self._drafts(own)
+        if self.drafter is not None:
+            self._asked = self._ask(self.drafter, rows, own, drafts)
+        return tuple(map(tuple, drafts)) if any(drafts) else ()
+
+    def _feed(self, rows: tuple[int, ...], batch_rows: Tensor) -> list[_Row]:
+        """A step will feed the rows their last tokens."""
         own = [self._rows[row] for row in rows]
         for row in own:
             row.num_left -= 1
         self._num_steps += 1
         self._fed.append((own, Arriving(self.parts.rows.last_token[batch_rows])))
-        drafts: list[list[int]] = [[] for _ in own]
-        asked: set[int] = set()
-        if self._may_draft(own):
+        return own
+
+    def step(
+        self,
+        rows: tuple[int, ...],
+        batch_rows: Tensor,
+        needs: SamplingNeeds,
+        drafts: Sequence[Sequence[int]] | None = None,
+    ) -> tuple[Sampled, list[Verified] | None]:
+        """A decode step with drafts: samples, and what each row has of them; None: one each. ``drafts``: those that
+        rank 0 has proposed for all ranks; None: there are no others.
+        """
+        if drafts is None:
+            drafts = self.propose(rows, batch_rows)
+        elif self.parts.decoder.group.rank:
+            self._feed(rows, batch_rows)
             self._catch_up()
-            drafts = self._drafts(own)
-            if self.drafter is not None:
-                asked = self._ask(self.drafter, rows, own, drafts)
+        own = [self._rows[row] for row in rows]
         watch = Stopwatch(self.parts.decoder.device)
         watch.start()
         if not any(drafts):
@@ -250,7 +275,7 @@ class Speculation:
         if counts is None:
             return sampled, None
         for index, (row, draft, count) in enumerate(zip(own, drafts, counts, strict=True)):
-            _learn(row, draft, count, is_model=index in asked)
+            _learn(row, draft, count, is_model=index in self._asked)
         return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
 
     def _may_draft(self, rows: Sequence[_Row]) -> bool:
@@ -376,7 +401,7 @@ def _wait(row: _Row, count: int) -> None:
         row.model_pause, row.model_wait = min(row.model_wait, MOST_WAIT), 2 * row.model_wait
 
 
-def _learn(row: _Row, draft: list[int], count: int, *, is_model: bool) -> None:
+def _learn(row: _Row, draft: Sequence[int], count: int, *, is_model: bool) -> None:
     """The step has accepted ``count - 1`` of a row's drafted tokens."""
     accepted = count - 1
     for token in draft[:accepted]:

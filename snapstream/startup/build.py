@@ -23,6 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from hashlib import sha256
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from snapstream.exec.runner import MakeTier, ModelRunner
     from snapstream.kernels.interface import Kernels
     from snapstream.models.checkpoint import LoadProgress
+    from snapstream.models.decoder import Decoder
     from snapstream.spec_prefill.compressor import PromptCompressor
 
 
@@ -119,28 +121,15 @@ def build_runner(
     ``kernels`` are the device's unless given; for ``make_decode``, also of a draft model, and ``on_unit`` see
     ``ModelRunner``.
     """
-    import torch
-
-    from snapstream.exec.draft_model import DraftModel
     from snapstream.exec.runner import ModelRunner
-    from snapstream.models.checkpoint import load_weights
-    from snapstream.models.decoder import Decoder
 
     if config.parallel.size > 1:
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
     make_tier = _disk_tier(folder, config, 0)
-    if config.speculator is not None:
-        _check_vocabulary(folder, model, config.speculator)
-
-    def load(folder: Path, model: ModelConfig, config: EngineConfig) -> Decoder:
-        executor = executor_of(config.executor) if make_decode is None else Executor(make=make_decode)
-        dtype, make = getattr(torch, config.dtype), executor.storage(config)
-        weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make)
-        return Decoder(model, weights, kernels or _kernels_of(model, config))
-
+    _check_vocabulary(folder, model, config.speculator)
     runner = ModelRunner(
-        load(folder, model, config),
+        _load(folder, model, config, progress, kernels, make_decode),
         config,
         grammars,
         make_decode=make_decode,
@@ -148,13 +137,50 @@ def build_runner(
         on_unit=on_unit,
         progress=progress is True,
     )
-    if (draft := config.speculator) is not None and runner.speculation is not None:
-        own = speculator_config(draft, config.max_rows)
-        decode = make_decode or _decode_of_draft(own, runner.decode)
-        drafter = DraftModel(load(Path(draft.folder), draft.model, own), own, decode)
-        drafter.warm_up(progress is True)
-        runner.speculation.drafter = drafter
+    load_draft_model(runner, progress, kernels, make_decode)
     return runner
+
+
+def _load(
+    folder: Path,
+    model: ModelConfig,
+    config: EngineConfig,
+    progress: LoadProgress,
+    kernels: Kernels | None = None,
+    make_decode: MakeDecode | None = None,
+    group: Group | None = None,
+) -> Decoder:
+    """A model, or the shard of a rank of ``group``."""
+    import torch
+
+    from snapstream.models.checkpoint import load_weights
+    from snapstream.models.decoder import Decoder
+    from snapstream.models.sharding import Share
+
+    executor = executor_of(config.executor) if make_decode is None else Executor(make=make_decode)
+    dtype, make = getattr(torch, config.dtype), executor.storage(config)
+    share = None if group is None else Share.of(model, config.parallel, group.rank, config.weights)
+    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
+    return Decoder(model, weights, kernels or _kernels_of(model, config), group)
+
+
+def load_draft_model(
+    runner: ModelRunner,
+    progress: LoadProgress,
+    kernels: Kernels | None = None,
+    make_decode: MakeDecode | None = None,
+) -> None:
+    """The engine's, if it has one; of several ranks on rank 0 alone."""
+    from snapstream.exec.draft_model import DraftModel
+
+    config = runner.config
+    if (draft := config.speculator) is None or runner.speculation is None:
+        return
+    own = speculator_config(draft, config.max_rows)
+    decoder = _load(Path(draft.folder), draft.model, own, progress, kernels, make_decode)
+    drafter = DraftModel(decoder, own, make_decode or _decode_of_draft(own, runner.decode))
+    drafter.warm_up(progress is True)
+    runner.speculation.drafter = drafter
 
 
 def _decode_of_draft(config: EngineConfig, target: DecodeStep) -> MakeDecode:
@@ -175,10 +201,12 @@ def _kernels_of(model: ModelConfig, config: EngineConfig) -> Kernels | None:
     return None if latents is None or latents.is_ours else with_latents(bind(config.device), latents)
 
 
-def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator) -> None:
+def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator | None) -> None:
     """ValueError unless the token ids of both models mean the same; without tokenizers, unless they are as many."""
     from snapstream.models.tokenizer import find_tokenizer
 
+    if speculator is None:
+        return
     found, other = find_tokenizer(folder), find_tokenizer(Path(speculator.folder))
     if found is None or other is None:
         sizes, num_same = (model.vocab_size, speculator.model.vocab_size), 0
@@ -235,19 +263,10 @@ def build_rank(
     on_unit: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
     """Load one rank's shard of the weights and make a runner of it, at the same time as all other ranks."""
-    import torch
-
     from snapstream.exec.runner import ModelRunner
-    from snapstream.models.checkpoint import load_weights
-    from snapstream.models.decoder import Decoder
-    from snapstream.models.sharding import Share
 
     make_tier = _disk_tier(folder, config, group.rank)
-    share = Share.of(model, config.parallel, group.rank, config.weights)
-    dtype = getattr(torch, config.dtype)
-    make = executor_of(config.executor).storage(config)
-    weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
-    decoder = Decoder(model, weights, _kernels_of(model, config), group)
+    decoder = _load(folder, model, config, progress, group=group)
     return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress is True)
 
 
@@ -371,7 +390,10 @@ def build_ranks(
         raise ValueError("this process has an engine over several ranks already; close it first")
     if config.parallel.address == "env":
         raise ValueError("RANK is not 0; rank 0 makes the engine, and the others run `snapstream worker env MODEL`")
+    _check_heads(folder, config)
+    _check_vocabulary(folder, model, config.speculator)
     expected, before = fingerprint(folder), torch.get_num_threads()
+    of_workers = replace(config, speculator=None)
     if config.parallel.address:
         shared_key()  # or its ValueError, before waiting for other ranks
 
@@ -390,8 +412,9 @@ def build_ranks(
             check_versions(workers.hellos(), torch.__version__)
             workers.hand_out([
                 Task(
-                    rank=rank, model=str(folder.resolve()), fingerprint=expected, config=config, rendezvous=rendezvous,
-                    num_threads=num_threads if rank < config.parallel.ranks_here else 0, checks_ranks=checks,
+                    rank=rank, model=str(folder.resolve()), fingerprint=expected, config=of_workers,
+                    rendezvous=rendezvous, checks_ranks=checks,
+                    num_threads=num_threads if rank < config.parallel.ranks_here else 0,
                 )
                 for rank in range(1, config.parallel.size)
             ])  # fmt: skip
@@ -403,6 +426,7 @@ def build_ranks(
             workers.when_lost(group.abandon)
             try:
                 runner = build_rank(folder, model, config, grammars, progress, group, on_unit)
+                load_draft_model(runner, progress)
                 workers.wait("ready", LOAD_S)  # until then they may look for the rendezvous
                 if stall_timeout_s:  # where a rank of another machine was stopped, which cannot be killed from here
                     group.set_timeout(2 * stall_timeout_s)

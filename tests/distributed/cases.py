@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.stand_ins import Pretend, random_share
+from snapstream import LLM
 from snapstream.config import (
     Chunking,
     DType,
@@ -26,9 +31,14 @@ from snapstream.config import (
     WeightFormats,
 )
 from snapstream.config.kv import HeadProfile
+from snapstream.distributed.control import WorkerRanks
 from snapstream.distributed.group import Group, ReduceOp
+from snapstream.exec import speculation
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.parallel import ParallelRunner, RankRunner
 from snapstream.exec.runner import ModelRunner
+from snapstream.exec.speculation import History, StepTimes
+from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.backends import latents as plain
 from snapstream.kernels.backends.latents import LatentAttention
 from snapstream.kernels.cpu.looped.library import load, num_cores
@@ -39,9 +49,10 @@ from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import Share
-from snapstream.startup.build import build_rank
+from snapstream.startup.build import build_rank, load_draft_model
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
-from snapstream.types import SamplingParams
+from snapstream.types import RequestOutput, SamplingParams
+from snapstream.wire import pack, unpack
 
 
 def reduced(group: Group, dtype: torch.dtype, op: ReduceOp) -> tuple[int, Tensor, Tensor]:
@@ -222,3 +233,104 @@ def answered(group: Group, asked: Asked) -> Answered:
         own_bytes=(weights.num_bytes, runner.cache.num_bytes),
         package_heads=calls,
     )
+
+
+class Told:
+    """In place of ``WorkerRanks``: the other ranks of a pool get messages by a broadcast."""
+
+    def __init__(self, group: Group) -> None:
+        self._count = group.size - 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    def send(self, message: object) -> None:
+        dist.broadcast_object_list([message if message is None else pack(message)], src=0)
+
+    def close(self) -> None:
+        self.send(None)
+
+    def check_lost(self) -> None:
+        pass
+
+    step = staticmethod(nullcontext)
+
+
+def heard(kind: type) -> Iterator[Any]:
+    """On another rank: what rank 0 sends."""
+    while True:
+        own: list[Any] = [None]
+        dist.broadcast_object_list(own, src=0)
+        if own[0] is None:
+            return
+        yield unpack(own[0], {kind.__name__: kind})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted:
+    """An engine and what it is asked for. Drafts come from ``texts``, prompts with their answers, some tokens wrong;
+    None: of a draft model alone.
+    """
+
+    folder: Path
+    settings: dict[str, Any]  # of an LLM
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    texts: list[list[int]] | None = None
+
+    @contextmanager
+    def drafts(self, *, is_known: bool) -> Iterator[None]:
+        """Drafts pay whatever a step takes; ``is_known``: this rank may look for them."""
+        random = Random(1)
+
+        def draft(history: History, most: int) -> list[int]:
+            assert is_known, "only rank 0 looks for drafts"
+            if self.texts is None:
+                return []
+            known, most = history.token_ids, max(most, 0)
+            texts = [text for text in self.texts if text[: len(known)] == known]
+            following = random.choice(texts)[len(known) :][:most] if texts else [5, 6, 7][:most]
+            return [3 if random.random() < 0.2 else token for token in following]
+
+        def cost(times: StepTimes, entries: int) -> float:
+            return 0.0
+
+        with (
+            patch.multiple(speculation, MAX_PAUSE=0, MOST_WAIT=1), patch.object(History, "draft", draft),
+            patch.multiple(StepTimes, cost=cost, steps=lambda times, seconds, entries: 0.0),
+        ):  # fmt: skip
+            yield
+
+    def answers(self, **settings: Any) -> list[RequestOutput]:
+        with LLM(self.folder, **self.settings | settings) as llm:
+            return llm.generate(self.prompts, self.params)
+
+
+def drafting(group: Group, asked: Drafted, settings: dict[str, Any]) -> list[RequestOutput]:
+    """Answers of a whole engine over the ranks of a pool, on rank 0; on the others none."""
+
+    def make(
+        folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
+    ) -> ParallelRunner:
+        workers = Told(group)
+        workers.send(replace(config, speculator=None))
+        runner = build_rank(folder, model, config, grammars, False, group)
+        load_draft_model(runner, False)
+        rank_0 = RankRunner(runner, group, checks=True)
+        return ParallelRunner(rank_0, cast(WorkerRanks, workers), lambda: None)
+
+    with asked.drafts(is_known=group.rank == 0):
+        if group.rank == 0:
+            return asked.answers(tensor_parallel=group.size, make_runner=make, **settings)
+        config = next(heard(EngineConfig))
+        model = read_model_config(asked.folder)
+        rank = RankRunner(build_rank(asked.folder, model, config, None, False, group), group, checks=True)
+        for plan in heard(StepPlan):
+            rank.submit(plan)
+        return []
+
+
+def counted(outputs: Sequence[RequestOutput]) -> tuple[int, int]:
+    """Drafted and accepted tokens."""
+    timings = [output.timings for output in outputs]
+    return sum(own.drafted_tokens for own in timings), sum(own.accepted_tokens for own in timings)

@@ -24,8 +24,10 @@ from snapstream.config import ParallelConfig, ReselectionConfig, SplitExperts, W
 from snapstream.config.weights import SUB_BLOCK
 from snapstream.distributed.control import RankLost
 from snapstream.distributed.group import Alone, create, reach
+from snapstream.exec import speculation
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.parallel import ParallelRunner
+from snapstream.exec.speculation import History, StepTimes
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kv.selectors.snapkv import SnapKV
 from tests.distributed import cases
@@ -182,8 +184,15 @@ def shared_here() -> list[str]:
     return mapped + [str(number) for number in numbers if NAME in os.path.realpath(number)]
 
 
+@pytest.fixture
+def costless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every draft pays, however long steps take on this machine."""
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.0)
+
+
+@pytest.mark.usefixtures("costless")
 def test_whole_engines(folder: Path, start: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looped is the default over ranks too. Drawn tokens of all ranks are compared after every step."""
+    """Looped is the default over ranks too, and drafts. Drawn tokens of all ranks are compared after every step."""
     monkeypatch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
     two = start()
     assert two.config.executor == "looped" and not any("plain calls" in note for note in two.notes)
@@ -198,16 +207,33 @@ def test_whole_engines(folder: Path, start: Callable[[], LLM], monkeypatch: pyte
         pair.same(prompts[1:], SamplingParams(max_tokens=16, temperature=0.7, seed=7, repetition_penalty=1.2))
         grammar = Grammar.regex("[a-f]{2,6}(-[0-9]{3}){1,2}")
         pair.same(prompts[:2], SamplingParams(max_tokens=40, temperature=0.9, seed=3, grammar=grammar))
+        [said] = pair.same(prompts[:1], params := SamplingParams(max_tokens=60, seed=8, ignore_eos=True))
+        edited = [7 if place % 9 == 8 else token for place, token in enumerate(said.token_ids)]
+        [again] = pair.same(prompts[:1], replace(params, prediction=edited, stop=(said.text[-9:-6],)))
+        assert again.timings.drafted_tokens > again.timings.accepted_tokens > 20
 
 
-def test_a_rank_that_is_killed_amid_a_step_ends_the_engine(start: Callable[[], LLM]) -> None:
-    """It stops first, so that rank 0 waits for it within a step; its death wakes rank 0."""
+@pytest.mark.usefixtures("costless")
+def test_a_rank_that_is_killed_amid_a_step_ends_the_engine(
+    start: Callable[[], LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stops first, so that rank 0 waits for it within a step that verifies a draft; its death wakes rank 0."""
+    monkeypatch.setattr(History, "draft", lambda history, most: [7] * min(most, 2))
+    monkeypatch.setattr(speculation, "MAX_PAUSE", 0)
     llm = start()
     runner = runner_of(llm)
     [pid], decode = runner.worker_pids, runner.rank_0.runner.decode
     assert isinstance(decode, LoopedDecode)
     assert decode.shared is not None
-    memory = decode.shared
+    memory, verify, verifying = decode.shared, LoopedDecode.verify, threading.Event()
+
+    def noted(*given: Any) -> Any:
+        verifying.set()
+        drawn = verify(*given)
+        verifying.clear()
+        return drawn
+
+    monkeypatch.setattr(LoopedDecode, "verify", noted)
     raised: list[BaseException] = []
 
     def arrivals() -> tuple[int, int]:  # at meetings, of both ranks
@@ -225,7 +251,7 @@ def test_a_rank_that_is_killed_amid_a_step_ends_the_engine(start: Callable[[], L
     until(lambda: arrivals()[1] > 10)
     os.kill(pid, signal.SIGSTOP)
     until(lambda: arrivals()[0] == arrivals()[1] + 1)  # it has come where the other will not
-    assert asking.is_alive()
+    assert asking.is_alive() and verifying.is_set()
     os.kill(pid, signal.SIGKILL)
     asking.join(HANG_S)
     [error] = raised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,16 +13,20 @@ import torch
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.config import KVDType, PrefixStoreConfig, SplitAttention
 from snapstream.config.kv import HeadProfile
+from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kv.selectors.diverse import Diverse
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint
-from snapstream.types import Request
+from snapstream.types import Request, RequestOutput
 from tests.disaggregation.pair import joined
 from tests.disaggregation.test_rows_between_engines import PARAMS, SETTINGS, TEXTS, check, requests_of
+from tests.distributed import cases
+from tests.distributed.cases import Drafted, counted
 from tests.distributed.pairs import Pair, assert_same, ids
 from tests.distributed.pool import Pool
 from tests.distributed.travelling import Carried, carried
+from tests.engine.test_speculation import draw_params, repeating
 from tests.llm.conftest import write_checkpoint
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -30,6 +35,7 @@ from tests.parity.checkpoints import VOCAB, make_model, save
 # two engines; what else engines can do is tested with two ranks, and other splits over four without an engine
 # (``test_tensor_parallel.py``). Here two ranks share a kv head, and neither of the model's sizes is a rank's own.
 
+NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 FOUR_RANKS_SETTINGS: dict[str, Any] = {
     "budget": BUDGET, "selector": SnapKV(observation_len=8),
@@ -152,3 +158,78 @@ def test_one_device_reads_for_ranks_that_have_whole_rows(latents: Path, monkeypa
     monkeypatch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
     with joined(latents, answering={**RANKS, "attention": "dp"}, **SETTINGS) as pair:
         check(pair, short({name: PARAMS[name] for name in ("greedy", "seeded, three samples")}))
+
+
+# Speculative decoding over ranks: rank 0 looks for drafts, and all ranks verify them. Drawn tokens of all ranks are
+# compared after every step.
+
+SHORT_RINGS = {"budget": KVBudget(num_sink=1, num_topk=25, num_recent=6)}
+LONG_VALUES = {"v_head_dim": 40, "kv_lora_rank": 24}  # values of a head are longer than latents
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("looped", marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize(
+    ("ranks", "name", "changes", "settings"),
+    [
+        ("two", "llama-gqa-tied", {}, {"max_rows": 16, **SHORT_RINGS}),
+        ("two", "llama-gqa-tied", {}, {"max_rows": 17, "heads": SHARES}),
+        ("two", "deepseek-v3", LONG_VALUES, {"max_rows": 20, "budget": "full"}),
+        ("two", "qwen3.5", {}, {"max_rows": 20}),
+        ("four", "llama-gqa-tied", {}, {"heads": SHARES}),
+        ("four", "deepseek-v3", LONG_VALUES, {"max_rows": 20}),
+    ],
+    ids=["16 rows", "17 rows, heads", "latents", "states", "four ranks, heads", "four ranks, latents"],
+)
+def test_drafts_over_ranks_change_no_answer(
+    ranks: str, name: str, changes: dict[str, Any], settings: dict[str, Any], executor: str,
+    tmp_path: Path, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """Greedy and sampled, with penalties, log-probabilities, several samples: see ``draw_params``."""
+    pool, of_ranks = request.getfixturevalue(ranks), {"experts": "ep" if ranks == "four" else "tp"}
+    folder, random = save(make_model(name, **changes), tmp_path), Random(f"{ranks} {name} {len(settings)}")
+    if "heads" in settings:
+        settings = settings | {"heads": HeadProfile(shares=SHARES, model=fingerprint(folder))}
+    settings = FOUR_RANKS_SETTINGS | {"executor": executor} | settings
+    asked = drawn(random, folder, settings)
+    want = asked.answers(num_speculative_tokens=0)
+    check_drafts(want, pool.run(cases.drafting, told(asked, want), {"num_speculative_tokens": 4, **of_ranks}))
+
+
+def drawn(random: Random, folder: Path, settings: dict[str, Any]) -> Drafted:
+    count = 19 if settings["max_rows"] in (16, 17) else 10
+    prompts = [repeating(random, random.choice([1, 4, 30, 33, 60, 80])) for _ in range(count)]
+    return Drafted(folder=folder, settings=settings, prompts=prompts, params=[draw_params(random) for _ in prompts])
+
+
+def told(asked: Drafted, want: list[RequestOutput]) -> Drafted:
+    texts = [[*output.prompt_token_ids, *own.token_ids] for output in want for own in output.samples]
+    return replace(asked, texts=texts)
+
+
+def check_drafts(want: list[RequestOutput], found: list[list[RequestOutput]]) -> None:
+    """``found``: by rank."""
+    for one, two in zip(want, found[0], strict=True):
+        assert_same(one, two)
+    drafted, accepted = counted(found[0])
+    assert drafted > accepted > 10 and not any(found[1:])
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "int4", "int8/int4"])
+def test_drafts_over_ranks_in_rows_of_every_format(two: Pool, kv_dtype: str, tmp_path: Path) -> None:
+    """What rejected tokens overwrote is restored. Beside ranks without drafts, as one device rounds another way."""
+    folder = save(make_model("qwen3", head_dim=32), tmp_path)
+    heads = HeadProfile(shares=SHARES, model=fingerprint(folder))
+    asked = drawn(Random(kv_dtype), folder, FOUR_RANKS_SETTINGS | {
+        "executor": "looped", "kv_dtype": kv_dtype, "heads": heads, "max_rows": 20,
+    })  # fmt: skip
+    want = two.run(cases.drafting, asked, {"num_speculative_tokens": 0})[0]
+    check_drafts(want, two.run(cases.drafting, told(asked, want), {"num_speculative_tokens": 3}))
+
+
+@pytest.mark.parametrize("executor", ["eager", pytest.param("looped", marks=NEEDS_COMPILER)])
+def test_rank_0_has_the_draft_model(two: Pool, executor: str, tmp_path: Path) -> None:
+    folder = save(make_model("llama-gqa-tied"), tmp_path)
+    asked = drawn(Random(5), folder, FOUR_RANKS_SETTINGS | {"executor": executor})
+    want = asked.answers(num_speculative_tokens=0)
+    check_drafts(want, two.run(cases.drafting, asked, {"num_speculative_tokens": 4, "speculative_model": folder}))

@@ -330,28 +330,42 @@ def test_an_aborted_row_drafts_for_its_next_owner() -> None:
     assert got.token_ids == want.token_ids
 
 
-def test_what_cannot_be_verified_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_speculative_tokens is 4: .*several ranks"):
-        LLM(TINY_MODEL, num_speculative_tokens=4, progress=False, tensor_parallel=2)
-
-
 def decided(name: str, folder: Path, device: str, **options: Any) -> EngineConfig:
     model = read_model_config(save(make_model(name), folder))
     return engine_config(model, EngineOptions(**options), KVBudget.full(128), 128, device=device)
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "executor", "count"),
-    [("qwen3", "cpu", "looped", 8), ("qwen3", "cpu", "eager", 0), ("qwen3", "cuda", "eager", 0),
-     ("qwen3", "cuda", "graph", 0), ("lfm2", "cpu", "looped", 8)],
+    ("name", "device", "executor", "ranks", "count"),
+    [("qwen3", "cpu", "looped", 1, 8), ("qwen3", "cpu", "eager", 1, 0), ("qwen3", "cuda", "eager", 1, 0),
+     ("qwen3", "cuda", "graph", 1, 0), ("lfm2", "cpu", "looped", 1, 8), ("qwen3", "cpu", "looped", 2, 8),
+     ("qwen3", "cpu", "eager", 2, 0), ("qwen3", "cuda", "graph", 2, 0)],
 )  # fmt: skip
-def test_it_is_on_where_it_was_measured(name: str, device: str, executor: str, count: int, tmp_path: Path) -> None:
-    assert decided(name, tmp_path, device, executor=executor).num_speculative_tokens == count
+def test_it_is_on_where_it_was_measured(
+    name: str, device: str, executor: str, ranks: int, count: int, tmp_path: Path
+) -> None:
+    config = decided(name, tmp_path, device, executor=executor, tensor_parallel=ranks)
+    assert config.num_speculative_tokens == count
 
 
-def test_graphs_take_back_no_states(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_speculative_tokens is 4: executor 'graph': Lfm2.* recurrent layers"):
-        decided("lfm2", tmp_path, "cuda", num_speculative_tokens=4)
+@pytest.mark.parametrize(
+    ("name", "device", "options", "reason"),
+    [
+        ("lfm2", "cuda", {}, "executor 'graph': Lfm2.* recurrent layers"),
+        (
+            "qwen3",
+            "cuda",
+            {"tensor_parallel": 2},
+            r"several ranks \(tensor_parallel 2\) .* on a CPU only; leave it out",
+        ),
+        ("deepseek-v3", "cpu", {"tensor_parallel": 2, "attention": "dp"}, "attention is 'dp', and .*; leave it out"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(
+    name: str, device: str, options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"num_speculative_tokens is 4: {reason}"):
+        decided(name, tmp_path, device, num_speculative_tokens=4, **options)
 
 
 @pytest.fixture
@@ -551,7 +565,6 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"tensor_parallel": 2}, "several ranks"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),
     ],
