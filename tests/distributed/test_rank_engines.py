@@ -83,6 +83,8 @@ def test_heads_have_the_slots_of_one_device(tmp_path: Path, monkeypatch: pytest.
     }  # fmt: skip
     prompts = [ids(length, seed=length, vocab=VOCAB) for length in (100, 20, 34, 45)]
     smaller = KVBudget(num_sink=1, num_topk=9, num_recent=10)
+    with pytest.raises(ValueError, match="heads: the profile is of another checkpoint"):
+        LLM(folder, **settings | {"heads": HeadProfile(shares=SHARES, model="other")}, tensor_parallel=4)
     with LLM(folder, **settings) as one, LLM(folder, **settings, tensor_parallel=4) as four:
         pair, diverse = Pair(one, four), Diverse(observation_len=8, num_scored=4)
         for params in REQUESTS[:2]:

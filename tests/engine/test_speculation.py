@@ -567,6 +567,7 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),
+        ({"speculative_model": TINY_DRAFT_MODEL, "tensor_parallel": 2}, "a draft model needs the same vocabulary"),
     ],
 )
 def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], reason: str) -> None:
