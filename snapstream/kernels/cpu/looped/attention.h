@@ -75,7 +75,9 @@ inline void gate_attended(Work& w, int64_t layer, int64_t b, int64_t kv_head, fl
     const LayerParts& own = w.model.parts[layer];
     const int64_t count = w.model.heads / own.kv_heads * own.head_dim;
     const float* gates = w.engine.heads + b * head_numbers(own) + kv_head * count;
-    for (int64_t i = 0; i < count; ++i) found[i] /= 1.0f + std::exp(-gates[i]);
+    for_columns(count, [&](int64_t at, int64_t some) {
+        store_some(found + at, load_some(found + at, some) / (1.0f + exponential(-load_some(gates + at, some))), some);
+    });
 }
 
 inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {

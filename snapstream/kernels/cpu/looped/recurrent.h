@@ -252,21 +252,25 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
     for (int64_t i = 0; i < each; ++i) {
         const int64_t value_head = head * each + i, at = place * own.value_heads + value_head;
         const float beta = 1.0f / (1.0f + std::exp(-gate_logit(w, layer, b, gates + value_head * hidden)));
-        const auto decay_of = [&](float logit) { return std::exp(own.rate[at] * step_of(logit)); };
         float *found = out + i * values, *state = memory + i * keys * values, *own_v = v + i * values;
         const float* z = x + own.channels + value_head * values;
         if (kept) kept[value_head] = beta;
         if (rank) {
             const float *first = x + own.channels, *steps = own.step + at * keys;
             dots(1, first, rank, own.decay_up + at * keys * rank, keys, rank, decays, 0);
-            for (int64_t j = 0; j < keys; ++j) decays[j] = decay_of(decays[j] + steps[j]), decayed[j] = decays[j] * k[j];
+            for_columns(keys, [&](int64_t j, int64_t some) {
+                const vec logits = load_some(decays + j, some) + load_some(steps + j, some);
+                const vec decay = exponential(softplus(logits) * own.rate[at]);
+                store_some(decays + j, decay, some);
+                store_some(decayed + j, decay * load_some(k + j, some), some);
+            });
             if (kept) std::copy(decays, decays + keys, kept + own.value_heads + value_head * keys);
             delta_rule<true>(state, keys, values, q, k, decays, decayed, beta, own_v, found);
             dots(1, first + rank, rank, own.gate_up + at * values * rank, values, rank, gated, 0);
             z = gated;
         } else {
             const float logit = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden);
-            const float decay = decay_of(logit + own.step[at]);
+            const float decay = std::exp(own.rate[at] * step_of(logit + own.step[at]));
             if (kept) kept[own.value_heads + value_head] = decay;
             delta_rule<false>(state, keys, values, q, k, &decay, nullptr, beta, own_v, found);
         }

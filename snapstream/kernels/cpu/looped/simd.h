@@ -166,6 +166,14 @@ INLINE vec exponential(vec x) {
     return x < low ? vec{} : out;
 }
 
+// log(1 + e^x) within three units of the last place: 2 atanh(y / (2 + y)) is log(1 + y), and y = e^-|x| at most 1.
+INLINE vec softplus(vec x) {
+    const vec y = exponential(x < vec{} ? x : -x), z = y / (2.0f + y), square = z * z;
+    vec p = all(1.0f / 13);
+    for (int i = 11; i >= 1; i -= 2) p = p * square + 1.0f / static_cast<float>(i);
+    return 2.0f * z * p + (x < vec{} ? vec{} : x);
+}
+
 // tanh x within four units of the last place (the polynomial is Cephes'); NaN of NaN.
 INLINE vec hyperbolic_tangent(vec x) {
     const vec square = x * x, size = x < vec{} ? -x : x;
