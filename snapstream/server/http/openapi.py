@@ -16,7 +16,6 @@ from snapstream.server.http.middleware import MAX_SALT_CHARS
 from snapstream.types import (
     COUNTS,
     MAX_BIAS,
-    MAX_GRAMMAR_CHARS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
@@ -71,11 +70,6 @@ LIMITS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "tokens": {"array": {"items": COUNT}},
     "cache_salt": {"string": {"minLength": 1, "maxLength": MAX_SALT_CHARS}},
     "budget": {"integer": _range(1, None)},
-    "guided_choice": {"array": {"minItems": 1}},
-    **{
-        f"guided_{kind}": {"string": {"minLength": 1, "maxLength": MAX_GRAMMAR_CHARS}}
-        for kind in ("json", "regex", "grammar")
-    },
 }
 
 

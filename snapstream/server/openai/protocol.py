@@ -69,12 +69,7 @@ class SamplingBody(Body):
     stop_token_ids: list[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    # vLLM's, with their older names.
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's
     # Ours.
     kv_cache: KVCacheOptions | None = None
     prompt_compression: Any = None
@@ -257,7 +252,11 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prompt_logprobs": (),  # vLLM's; here they come with echo
     "prompt_embeds": (),
     "logits_processors": ([],),
-    "guided_whitespace_pattern": (),
+    # Old names of vLLM, which takes structured_outputs now.
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
     "structural_tag": (),
     "chat_template": (),
     "documents": ([],),

@@ -4,7 +4,6 @@ The format is set at most once, by one of
 
     response_format            {"type": "text" | "json_object" | "json_schema", ...}
     structured_outputs         one of json, regex, choice, grammar, json_object
-    guided_json and others     the same under older names
 
 and a chat with tools gets
 
@@ -269,21 +268,16 @@ def read_structured_output(
     body: GenerationBody, response_format: Mapping[str, Any] | None = None
 ) -> tuple[Grammar | None, str]:
     """The grammar of the answer (None: any text), and the field that set it, for errors."""
-    found: list[tuple[Grammar | None, str]] = []
-    if (grammar := read_response_format(response_format)) is not None:
-        found.append((grammar, "response_format"))
-    if body.structured_outputs is not None:
-        found.append((_structured(body.structured_outputs), "structured_outputs"))
-    for kind in ("json", "regex", "choice", "grammar"):
-        param = f"guided_{kind}"
-        value = getattr(body, param)
-        if value is not None:
-            found.append((_one(kind, value, param, param), param))
-    if len(found) > 1:
+    grammar = read_response_format(response_format)
+    if body.structured_outputs is None:
+        return grammar, "response_format"
+    own = _structured(body.structured_outputs)
+    if grammar is not None:
         raise bad_value(
-            f"{found[0][1]} and {found[1][1]} both set the format of the answer; send one of them", found[1][1]
+            "response_format and structured_outputs both set the format of the answer; send one of them",
+            "structured_outputs",
         )
-    return found[0] if found else (None, "response_format")
+    return own, "structured_outputs"
 
 
 def read_response_format(given: Mapping[str, Any] | None) -> Grammar | None:

@@ -219,14 +219,14 @@ def api(url: str) -> openai.OpenAI:
 
 @pytest.mark.parametrize(("kind", "value", "pattern"), FORMS)
 def test_forms_in_the_names_of_vllm(api: openai.OpenAI, kind: str, value: Any, pattern: str) -> None:
-    for form in ({"structured_outputs": {kind: value}}, {f"guided_{kind}": value}):
-        chat = api.chat.completions.create(model="tiny", messages=HI, temperature=1, seed=3, extra_body=form)  # type: ignore[arg-type]
-        text = api.completions.create(model="tiny", prompt="So", temperature=1, seed=4, max_tokens=60, extra_body=form)
-        for choice, answer in (
-            (chat.choices[0], chat.choices[0].message.content),
-            (text.choices[0], text.choices[0].text),
-        ):
-            assert choice.finish_reason == "stop" and re.fullmatch(pattern, answer or ""), answer
+    form = {"structured_outputs": {kind: value}}
+    chat = api.chat.completions.create(model="tiny", messages=HI, temperature=1, seed=3, extra_body=form)  # type: ignore[arg-type]
+    text = api.completions.create(model="tiny", prompt="So", temperature=1, seed=4, max_tokens=60, extra_body=form)
+    for choice, answer in (
+        (chat.choices[0], chat.choices[0].message.content),
+        (text.choices[0], text.choices[0].text),
+    ):
+        assert choice.finish_reason == "stop" and re.fullmatch(pattern, answer or ""), answer
 
 
 def test_any_object(api: openai.OpenAI) -> None:
@@ -251,12 +251,8 @@ def test_any_object(api: openai.OpenAI) -> None:
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "plain JSON"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed"),
         ({"structured_outputs": "a"}, "structured_outputs", "dictionary"),
-        ({"guided_regex": "("}, "guided_regex", "unclosed"),
-        ({"guided_grammar": "root ::= ("}, "guided_grammar", "GBNF"),
-        ({"guided_choice": "ab"}, "guided_choice", "list"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex", "both"),
-        ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+        ({"structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs", "GBNF"),
+        ({"guided_regex": "a"}, "guided_regex", "not supported"),
     ],
 )
 def test_refusals_name_the_field(form: dict[str, Any], param: str, words: str) -> None:
@@ -266,9 +262,9 @@ def test_refusals_name_the_field(form: dict[str, Any], param: str, words: str) -
 
 
 def test_one_form_only_beside_a_response_format() -> None:
-    wish = {"messages": HI, "response_format": {"type": "json_object"}}
-    assert error_of(call(CHAT, {**wish, "guided_regex": "a"}), 400)["param"] == "guided_regex"
-    whole = {**wish, "response_format": {"type": "text"}, "guided_regex": "a"}
+    wish = {"messages": HI, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    assert error_of(call(CHAT, wish), 400)["param"] == "structured_outputs"
+    whole = {**wish, "response_format": {"type": "text"}}
     engine = FakeEngine()
     assert call(CHAT, whole, engine=engine).status_code == 200
     grammar = engine.requests[0].sampling.grammar
