@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from evals import store
@@ -27,7 +26,7 @@ from recipes.documents import make_document
 from snapstream.assets import TINY_MODEL
 from snapstream.assets.documents import Document
 from snapstream.spec_prefill.compressor import num_kept, ranked
-from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, decode_from_row, scoring_pass
+from snapstream.spec_prefill.draft import Draft, Importance, chunk_means, visit_layers
 from snapstream.spec_prefill.protection import chunk_spans
 from snapstream.spec_prefill.settings import CHUNK_LEN, ScoringSettings
 
@@ -52,23 +51,17 @@ def head_scores(
 ) -> tuple[dict[str, Tensor], list[set[int]]]:
     """Token scores of the document by each head, layer, and all; and the chunks that each answering sentence needs."""
     read = draft.read(document.text, after=f"\n\n{document.questions[0].text}", as_chat=True)
-    ids = torch.tensor(read.ids)
-    fed, count = ids, settings.num_own_queries
-    if settings.look_ahead:
-        drawn = decode_from_row(draft.decoder, ids, settings)
-        fed, count = torch.cat((ids, ids.new_tensor(drawn[:-1]))), len(drawn)
     group, found = draft.decoder.config.group_size, dict[str, Importance]()
 
-    def vote(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        assert queries is not None
+    def vote(passage: int, layer: int, queries: Tensor, keys: Tensor, first: int) -> None:
         for head in range(queries.shape[1]):
-            own = queries[:, head : head + 1], keys[head // group : head // group + 1, : len(ids)]
+            own = queries[:, head : head + 1], keys[head // group : head // group + 1]
             for name in (f"{layer}.{head}", f"{layer}", "all"):
-                one = found.setdefault(name, Importance(count, len(ids), settings.pool_kernel, ids.device))
-                one.add(*own, len(fed) - count)
+                if name not in found:
+                    found[name] = Importance(len(queries), keys.shape[1], keys.device)
+                found[name].add(*own, first)
 
-    with torch.inference_mode():
-        scoring_pass(draft.decoder, fed, len(ids), count, settings, vote)
+    visit_layers(draft.decoder, [read.ids], settings, vote)
     spans = chunk_spans(read.starts, len(document.text), CHUNK_LEN["text"])
     gold = [
         {i for i, (a, b) in enumerate(spans) if a < end and b > start} for start, end in document.questions[0].spans

@@ -62,7 +62,7 @@ class SharedWriter(RowWriter):
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
         """Each row's by its own budget."""
-        return [Rows.entry(len(own.token_ids), own.next_position, own.budget) for own, _ in self._by_row(entry)]
+        return [Rows.entry(len(own.token_ids), len(own.token_ids), own.budget) for own, _ in self._by_row(entry)]
 
     def admit(self, entry: PrefillEntry) -> None:
         """Each row is re-selected by its own rule."""

@@ -152,7 +152,7 @@ class LLM:
         return self._run(self.requests(prompts, params, **options))
 
     def answer(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Answer ready-made requests, such as ones with explicit positions, in their order.
+        """Answer ready-made requests, in their order.
 
         Their ids must differ from each other and from those of running requests; the ids that ``generate`` gives are
         ``request-1``, ``request-2`` ... Every request is checked before any is run.
@@ -318,7 +318,6 @@ def _fields(prompt: CompressedPrompt) -> dict[str, Any]:
     return {
         "prompt_token_ids": prompt.token_ids,
         "prompt": prompt.text,
-        "positions": prompt.positions,
         "prompt_compression": prompt.report,
     }
 

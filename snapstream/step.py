@@ -60,7 +60,6 @@ class PrefillEntry:
     sampling: SamplingParams
     budget: KVBudget
     selector: Selector
-    positions: tuple[int, ...] | None = None  # of the tokens in their text; None: 0, 1, 2, ...
     prefix: PrefixMoves | None = None
     is_sent: bool = False  # its one row is sent to another engine, which decodes
 
@@ -68,11 +67,6 @@ class PrefillEntry:
     def num_restored(self) -> int:
         """Cached tokens, at the beginning."""
         return 0 if self.prefix is None else self.prefix.num_restored
-
-    @property
-    def next_position(self) -> int:
-        """Position of the first output token."""
-        return self.positions[-1] + 1 if self.positions is not None else len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -476,8 +476,6 @@ class Request:
     budget: KVBudget | None = None  # None means the engine's own
     selector: Selector | None = None  # None means the engine's own
     prompt: str | None = None  # source text, if there was one; only echoed
-    # Position of each prompt token in the uncompressed text, ascending; None: 0, 1, 2, ...
-    positions: tuple[int, ...] | None = None
     prompt_compression: CompressionSummary | None = None  # only echoed
     priority: int = 0  # lower is sooner; see ``engine/admission.py``
     namespace: str = ""  # prompts of different namespaces never share a block of the prefix store
@@ -489,11 +487,6 @@ class Request:
         """Tokens of the uncompressed prompt."""
         own = self.prompt_compression
         return len(self.prompt_token_ids) if own is None else own.tokens_before
-
-    @property
-    def next_position(self) -> int:
-        """Position of the first output token."""
-        return self.positions[-1] + 1 if self.positions is not None else len(self.prompt_token_ids)
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -524,8 +524,7 @@ class TcpConnector:
             self._receiver.close()
 
     def _header(self, request: Request, budget: KVBudget) -> RowHeader:
-        prompt_len = len(request.prompt_token_ids)
-        return RowHeader.of(self.fingerprint, self._sizes, prompt_len, request.next_position, budget)
+        return RowHeader.of(self.fingerprint, self._sizes, len(request.prompt_token_ids), budget)
 
     def _take(self, key: str, what: ReceiveBuffer | str) -> None:
         """Deliver a row or a failure; called on the receiver's threads."""

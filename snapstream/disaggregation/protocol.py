@@ -171,20 +171,16 @@ class RowHeader:
 
     fingerprint: Mapping[str, str]  # properties of the engine that rows depend on, by name
     prompt_len: int
-    next_position: int  # where the answer begins
     budget: KVBudget
     num_layers: int
     layer_bytes: tuple[int, ...]
     hidden_bytes: int
 
     @classmethod
-    def of(
-        cls, fingerprint: Mapping[str, str], sizes: RowSizes, prompt_len: int, next_position: int, budget: KVBudget
-    ) -> RowHeader:
+    def of(cls, fingerprint: Mapping[str, str], sizes: RowSizes, prompt_len: int, budget: KVBudget) -> RowHeader:
         return cls(
             fingerprint=fingerprint,
             prompt_len=prompt_len,
-            next_position=next_position,
             budget=budget,
             num_layers=sizes.num_layers,
             layer_bytes=sizes.layer_bytes(prompt_len, budget),
@@ -200,7 +196,7 @@ class RowHeader:
                 raise WireError(f"{name} is {str(theirs)[:200]}; the row of this ticket has {str(own)[:200]}")
 
 
-_COUNTS = ("prompt_len", "next_position", "num_layers", "hidden_bytes")
+_COUNTS = ("prompt_len", "num_layers", "hidden_bytes")
 
 
 HEADER = "x-snapstream-proof"  # digest of the body, and MAC of it and the path, both as hex
@@ -240,7 +236,6 @@ def prefill_request(request: Request, ticket: RowTicket) -> Request:
         ),
         budget=request.budget,
         selector=request.selector,
-        positions=request.positions,
         priority=request.priority,
         namespace=request.namespace,
         ticket=ticket,

@@ -351,7 +351,6 @@ class Admission:
             sampling=live.request.sampling,
             budget=live.budget,
             selector=live.selector,
-            positions=live.request.positions,
             prefix=None if self.prefixes is None else self.prefixes.open(live),
             is_sent=live.request.ticket is not None,
         )

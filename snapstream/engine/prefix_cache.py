@@ -483,8 +483,7 @@ class PrefixLookup:
 
     def arrive(self, live: LiveRequest) -> None:
         """A request joins the queue."""
-        # Compressed prompts are another text, and rotations that depend on the prompt's length cannot be shared.
-        if live.request.positions is None and self._least <= live.num_tokens <= self._longest:
+        if self._least <= live.num_tokens <= self._longest:
             chain = chain_of(live.request.prompt_token_ids, self._block_len)
             rest = live.request.prompt_token_ids[len(chain) * self._block_len :]
             self._queued[live] = _Lookup(chain, array("i", rest).tobytes(), was_fetched=live.is_idle)
@@ -602,8 +601,7 @@ class PrefixLookup:
         None if there are none, or if the row does not have the exact keys and values of all its tokens.
         """
         live, token_ids = sample.request, sample.output.token_ids
-        is_exact = live.request.positions is None and not live.request.is_prefilled_remotely
-        if not (is_exact and live.stores_answer):
+        if live.request.is_prefilled_remotely or not live.stores_answer:
             return None
         num_tokens = live.num_tokens + len(token_ids) - 1  # that were fed; the last one may not have been
         # A step whose result was not read may have written one more token, and those that were drafted for it.

@@ -7,7 +7,6 @@ forever. A refusal names the value and the limit; its ``field`` is that of ``Req
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 
 from snapstream.config import EngineConfig, InvalidValue, Selector, as_count
 from snapstream.config.kv import is_shipped
@@ -49,8 +48,6 @@ def _check_prompt(request: Request, config: EngineConfig, vocab_size: int) -> No
     if num_prompt == 0:
         raise InvalidValue("the prompt has 0 tokens; it needs at least 1", "prompt_token_ids")
     _check_ids("prompt token id", request.prompt_token_ids, vocab_size, "prompt_token_ids")
-    if request.positions is not None:
-        _check_positions(request, request.positions, config)
     if num_prompt + max_tokens > config.max_model_len:
         raise InvalidValue(
             f"a prompt of {num_prompt} tokens and max_tokens {max_tokens} make {num_prompt + max_tokens}; "
@@ -89,22 +86,6 @@ def _check_selector(selector: Selector, config: EngineConfig) -> None:
         raise InvalidValue(
             f"selector {name!r} cannot re-select, and this engine does; start the engine without KV re-selection",
             "selector",
-        )
-
-
-def _check_positions(request: Request, positions: tuple[int, ...], config: EngineConfig) -> None:
-    if len(positions) != len(request.prompt_token_ids):
-        raise InvalidValue(
-            f"{len(positions)} positions were given for {len(request.prompt_token_ids)} prompt tokens", "positions"
-        )
-    if positions[0] < 0 or any(a >= b for a, b in pairwise(positions)):
-        raise InvalidValue("the positions of a prompt must ascend from 0 or more", "positions")
-    length = positions[-1] + 1 + request.sampling.max_tokens
-    if length > config.max_model_len:
-        raise InvalidValue(
-            f"a prompt whose last position is {positions[-1]} and max_tokens {request.sampling.max_tokens} reach "
-            f"{length}; the limit is {config.max_model_len}",
-            "positions",
         )
 
 

@@ -77,7 +77,7 @@ class RowWriter:
         """Counters of each of the entry's rows, which hold the whole prompt now."""
         heads, prompt_len = self.config.heads, len(entry.token_ids)
         widest = entry.budget if heads is None else heads.of(entry.budget, prompt_len).widest
-        own = Rows.entry(prompt_len, entry.next_position, widest)
+        own = Rows.entry(prompt_len, prompt_len, widest)
         return [own] * len(entry.rows)
 
     def admit(self, entry: PrefillEntry) -> None:
@@ -243,10 +243,12 @@ class PrefillJob:
             token_ids=upload(
                 [i for entry in spec.entries for i in entry.token_ids[entry.num_restored :]], torch.int64, device
             ),
-            positions=torch.cat([_positions(entry, device) for entry in spec.entries]),
+            positions=torch.cat(
+                [torch.arange(entry.num_restored, len(entry.token_ids), device=device) for entry in spec.entries]
+            ),
             seq_lens=torch.cat(
                 [
-                    torch.full((len(entry.token_ids) - entry.num_restored,), entry.next_position, device=device)
+                    torch.full((len(entry.token_ids) - entry.num_restored,), len(entry.token_ids), device=device)
                     for entry in spec.entries
                 ]
             ),
@@ -310,10 +312,3 @@ class PrefillJob:
         own.compress_time.stop()
         if own.entry.is_sent:
             self._send(layer, own.entry)
-
-
-def _positions(entry: PrefillEntry, device: torch.device) -> Tensor:
-    """Positions ``[n]`` of a prompt's computed tokens in their text."""
-    if entry.positions is None:
-        return torch.arange(entry.num_restored, len(entry.token_ids), device=device)
-    return upload(entry.positions, torch.int64, device)

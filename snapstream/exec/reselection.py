@@ -119,7 +119,7 @@ class Reselector:
             if self._behind is not None:
                 self._behind[:, row].zero_()
             self._states[row] = [
-                RowState.admitted(budget, config, entry.selector, len(entry.token_ids), entry.next_position)
+                RowState.admitted(budget, config, entry.selector, len(entry.token_ids))
                 for budget in budgets
                 if config is not None and budget.num_topk
             ]

@@ -1,7 +1,7 @@
 """Counters of every row, in tensors whose addresses never change.
 
-``num_tokens`` drives slots and lengths, ``next_position`` drives RoPE; they differ when a prompt was compressed before
-prefill. The last entry of every tensor is the padding row. Sampling state: ``sampling_state.py``.
+``num_tokens`` drives slots and lengths, ``next_position`` drives RoPE; they differ once KV re-selection
+has set a row back. The last entry of every tensor is the padding row. Sampling state: ``sampling_state.py``.
 """
 
 from __future__ import annotations

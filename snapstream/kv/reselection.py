@@ -40,9 +40,7 @@ class RowState:
     num_decoded: int = 0  # queries stored since the row was admitted
 
     @classmethod
-    def admitted(
-        cls, budget: KVBudget, config: ReselectionConfig, selector: Selector, prompt_len: int, next_position: int
-    ) -> RowState:
+    def admitted(cls, budget: KVBudget, config: ReselectionConfig, selector: Selector, prompt_len: int) -> RowState:
         """A row whose prompt has just been written."""
         return cls(
             budget=budget,
@@ -51,7 +49,7 @@ class RowState:
             num_tokens=prompt_len,
             ring_start=layout.ring_start(budget, prompt_len),
             num_window=layout.valid_window(budget, prompt_len),
-            position=next_position,
+            position=prompt_len,
         )
 
     @property

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from snapstream.config import (
-    DEFAULT_OBSERVATION,
     DTYPE_BYTES,
     DType,
     EngineConfig,
@@ -27,7 +26,13 @@ from snapstream.exec.row_state import row_state_bytes
 from snapstream.kv.spec import Full, KVSpec, State, Window
 from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import dequantized_bytes, dequantizing_bytes, rank_config, weight_bytes
-from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, step_config
+from snapstream.spec_prefill.settings import (
+    OWN_QUERIES,
+    ScoringSettings,
+    num_passages,
+    num_prefill_tokens,
+    step_config,
+)
 
 
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
@@ -318,19 +323,11 @@ def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType,
     allocated when a prompt is scored, so the engine keeps it free.
     """
     kind, context_len = device.split(":")[0], settings.context_len or model.max_position
-    spec, chunk_len = kv_spec_of(model, dtype), min(settings.num_prefill_tokens(kind), context_len)
-    one_layer = spec.staging_bytes(context_len)
-    if settings.look_ahead == 0:
-        held, num_queries = one_layer, settings.num_own_queries
-    elif settings.keys == "one_layer":
-        held, num_queries = one_layer + spec.row_bytes(ROW_SLOTS), max(settings.look_ahead, DEFAULT_OBSERVATION)
-        held += _step_bytes(model, KVBudget.of(ROW_SLOTS), 1, dtype, kind)
-    else:
-        num = 1 if settings.long_texts == "refuse" else settings.num_passages(kind)
-        num_queries = settings.look_ahead
-        held = (
-            one_layer + num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * num_queries)
-        )
+    spec, chunk_len = kv_spec_of(model, dtype), min(num_prefill_tokens(kind), context_len)
+    held, num_queries = spec.staging_bytes(context_len), settings.look_ahead or OWN_QUERIES
+    if settings.look_ahead:
+        num = 1 if settings.long_texts == "refuse" else num_passages(kind)
+        held += num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * num_queries)
         held += _step_bytes(model, KVBudget.full(context_len), num, dtype, kind)
     hidden = context_len * model.hidden_size * DTYPE_BYTES[dtype]
     return DraftMemory(

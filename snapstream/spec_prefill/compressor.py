@@ -26,12 +26,12 @@ from threading import Lock
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from snapstream.config import DType, as_count, as_kind, as_token_ids
+from snapstream.config import DType, as_count, as_kind
 from snapstream.models.chat_template import render_chat
 from snapstream.models.tokenizer import load_tokenizer
-from snapstream.spec_prefill.draft import Draft, ReadText, chunk_means
-from snapstream.spec_prefill.protection import Candidate, Cutter, Span, candidates, check_spans, chunk_spans, merged
-from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, ScoringSettings, check_amount
+from snapstream.spec_prefill.draft import Draft, chunk_means
+from snapstream.spec_prefill.protection import Candidate, Cutter, Span, candidates, check_spans, chunk_spans
+from snapstream.spec_prefill.settings import ChunkSettings, Protection, ScoringSettings, check_amount
 from snapstream.types import CompressionSummary, as_conversation, as_text, check_texts, is_list, named
 
 if TYPE_CHECKING:
@@ -54,7 +54,6 @@ class TextReport:
 
     message: int | None  # index of the message; None for a plain text
     part: int | None  # index of the content part, where the content is a list
-    text: str  # the source
     spans: tuple[tuple[int, int], ...]  # characters that are still there, ascending and disjoint
     chunks: tuple[ScoredChunk, ...]  # the candidates; what lies outside them was protected
     num_draft_tokens: int  # of the candidates
@@ -71,13 +70,9 @@ class CompressionReport(CompressionSummary):
     draft_tokens_after: int
     texts: tuple[TextReport, ...] = ()
 
-    def as_dict(self, *, with_text: bool = False) -> dict[str, Any]:
-        """Plain data for JSON; the source texts only if asked for."""
-        data = asdict(self) | {"is_applied": self.is_applied, "ratio": self.ratio}
-        if not with_text:
-            for text in data["texts"]:
-                del text["text"]
-        return data
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self) | {"is_applied": self.is_applied, "ratio": self.ratio}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +84,6 @@ class CompressedText:
 
     text: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
-    report: CompressionReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompressedIds:
-    """Kept token ids of a prompt and the positions they had in it, for a target with the draft's own tokenizer."""
-
-    token_ids: tuple[int, ...]
-    positions: tuple[int, ...]
     report: CompressionReport
 
 
@@ -140,29 +126,6 @@ class Scorer:
                 return fresh
             self._cache.move_to_end(key)
             return found
-
-    def score_ids(self, ids: tuple[int, ...], ranges: list[Span], chunk_len: int) -> list[ScoredText]:
-        """Chunks of each range of tokens, counted in tokens; not cached. One pass for all ranges."""
-        with self._lock:
-            began = perf_counter()
-            read = ReadText(ids=ids, first=0, stop=len(ids), starts=tuple(range(len(ids))))
-            scores, num_passages = self._draft.score(read, self._scoring)
-            elapsed = (perf_counter() - began) * 1e3
-        cutter = Cutter(ChunkSettings(chunk_len=chunk_len), "")
-        found = []
-        for index, (start, stop) in enumerate(ranges):
-            chunks = tuple((a + start, b + start) for a, b in chunk_spans(range(stop - start), stop - start, chunk_len))
-            found.append(
-                ScoredText(
-                    chunks=chunks,
-                    scores=tuple(chunk_means(scores[start:stop], chunk_len).tolist()),
-                    chunk_tokens=tuple(b - a for a, b in chunks),
-                    num_passages=num_passages,
-                    draft_ms=0.0 if index else elapsed,
-                    cutter=cutter,
-                )
-            )
-        return found
 
     def _score(self, candidate: Candidate) -> ScoredText:
         began = perf_counter()
@@ -382,7 +345,6 @@ def text_report(candidate: Candidate, own: ScoredText, kept: set[int]) -> TextRe
     return TextReport(
         message=candidate.message,
         part=candidate.part,
-        text=candidate.text,
         spans=tuple(kept_spans(candidate, own, kept)),
         chunks=tuple(
             ScoredChunk(start=a, end=b, score=score, is_kept=i in kept)
@@ -519,50 +481,6 @@ class PromptCompressor:
         if not found and (max_tokens is None or num_now <= max_tokens):
             return CompressedText(messages=tuple(built), report=make_report("", amount.counted_with, before, num_now))
         return self._shorten_messages(whole, built, found, counter, tools, amount)
-
-    def compress_ids(
-        self,
-        token_ids: Sequence[int],
-        *,
-        keep: float | None = None,
-        max_tokens: int | None = None,
-        candidates: Sequence[Span] | None = None,
-        threshold: int | None = None,
-    ) -> CompressedIds:
-        """Leave tokens out of a prompt in the draft's own vocabulary; the others keep their positions.
-
-        SpecPrefill's hand-over (arXiv 2502.02789), for a target of the draft's family. ``candidates``: ranges of
-        tokens that may be left out, all by default; each is cut into chunks of its own. The last token always stays,
-        because the answer begins with it. Amounts as in ``compress``.
-        """
-        amount = self._amount(keep, max_tokens, threshold, self.draft.tokenizer)
-        ids = tuple(as_token_ids("token_ids", token_ids))
-        if ids and max(ids) >= (limit := self.draft.decoder.config.vocab_size):
-            raise ValueError(f"token id {max(ids)} is outside the draft's vocabulary (0 to {limit - 1})")
-        size = self.chunks.chunk_len or CHUNK_LEN["code" if self.chunks.mode == "code" else "text"]
-        ranges = merged(
-            (max(a, 0), min(b, len(ids) - 1)) for a, b in ([(0, len(ids))] if candidates is None else candidates)
-        )
-        reason = amount.why_not(len(ids), bool(ranges))
-        if reason:
-            report = make_report(reason, amount.counted_with, len(ids), len(ids))
-            return CompressedIds(token_ids=ids, positions=tuple(range(len(ids))), report=report)
-        scored = self._scorer.score_ids(ids, ranges, size)
-        num_protected = len(ids) - sum(own.num_tokens for own in scored)
-        choice = amount.choose(scored, lambda some: num_protected + sum(kept_tokens(scored, some)))
-        left_out = {
-            token
-            for own, chosen in zip(scored, choice, strict=True)
-            for i, (a, b) in enumerate(own.chunks)
-            if i not in chosen
-            for token in range(a, b)
-        }
-        positions = tuple(i for i in range(len(ids)) if i not in left_out)
-        return CompressedIds(
-            token_ids=tuple(ids[i] for i in positions),
-            positions=positions,
-            report=make_report("", amount.counted_with, len(ids), len(positions), scored, choice),
-        )
 
     def _amount(self, keep: float | None, max_tokens: int | None, threshold: int | None, target: Any) -> Amount:
         """ValueError for wrong arguments. ``target``: a tokenizer, or None to count draft tokens."""

@@ -5,16 +5,11 @@ kept character by character; token ids never leave this module. A text longer th
 passages of one size, each with the words around it (a template, a question) in full; where two passages overlap, a
 token's score is the mean.
 
-The draft reads a prompt layer by layer, decodes a few greedy tokens ahead, and scores every prompt token, in one of
-three ways with the same result (N prompt tokens, L layers):
-
-- ``look_ahead=0``: the prompt's own last queries score while their layer's keys are staged. One pass, one layer of K
-  and V. The last layer stops after its keys and queries: nothing reads its output.
-- ``keys="all_layers"``: the prefill keeps K and V of all layers for the decode steps, ``2 L G E`` numbers per prompt
-  token in the draft's dtype. Exact; the memory is bounded by the draft's context (``context_len``), not by the text.
-- ``keys="one_layer"``: the first pass fills a compressed row (``kv/compress.py``) that the greedy tokens are decoded
-  from; the second reads prompt and tokens together, one layer at a time. Twice the time, one layer of K and V; exact
-  as long as the row leads to the same greedy tokens.
+The draft reads a prompt layer by layer, decodes a few greedy tokens ahead, and scores every prompt token with their
+queries. The prefill keeps K and V of all layers for the decode steps, ``2 L G E`` numbers per prompt token in the
+draft's dtype; the memory is bounded by the draft's context (``context_len``), not by the text. With ``look_ahead=0``
+the prompt's own last queries score while their layer's keys are staged: one layer of K and V, and the last layer stops
+after its keys and queries, because nothing reads its output.
 
 Greedy tokens make scores deterministic: the same draft, text and settings give the same numbers.
 """
@@ -22,7 +17,7 @@ Greedy tokens make scores deterministic: the same draft, text and settings give 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -56,7 +51,15 @@ from snapstream.models.prefill import LayerDone, LayerPass, Outputs, PassTokens
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.models.views import StagingBuffers
-from snapstream.spec_prefill.settings import ROW_SLOTS, ScoringSettings, check_choice, step_config
+from snapstream.spec_prefill.settings import (
+    OWN_QUERIES,
+    POOL_KERNEL,
+    ScoringSettings,
+    check_choice,
+    num_passages,
+    num_prefill_tokens,
+    step_config,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,14 +72,13 @@ class Importance:
     """Scores of SpecPrefill: running maximum over layers and heads of the pooled attention, ``[w, N]`` fp32.
 
     As published (arXiv 2502.02789, section 3; arXiv 2603.02631): per query, layer and head an fp32 softmax over the
-    *prompt* keys only; an average over ``pool_kernel`` adjacent keys; the maximum over layers and heads; the mean over
-    queries. At the edges the average counts missing keys as zeros and always divides by ``pool_kernel``, like SnapKV.
+    *prompt* keys only; an average over ``POOL_KERNEL`` adjacent keys; the maximum over layers and heads; the mean over
+    queries. At the edges the average counts missing keys as zeros and always divides by ``POOL_KERNEL``, like SnapKV.
     At most ``O(queries x heads x chunk)`` of probabilities exist at a time.
     """
 
-    def __init__(self, num_queries: int, num_keys: int, pool_kernel: int, device: torch.device) -> None:
+    def __init__(self, num_queries: int, num_keys: int, device: torch.device) -> None:
         self.best = torch.zeros(num_queries, num_keys, device=device)  # [w, N]; probabilities are never below 0
-        self._pool_kernel = pool_kernel
 
     def add(
         self, queries: Tensor, keys: Tensor, first_query: int, *, sinks: Tensor | None = None,
@@ -88,7 +90,7 @@ class Importance:
         attention ``sinks [H]`` take their share of its probability; ``cap``: see ``reference.capped``.
         """
         num_queries, num_heads, _ = queries.shape
-        half, num_keys = self._pool_kernel // 2, keys.shape[1]
+        half, num_keys = POOL_KERNEL // 2, keys.shape[1]
         normaliser = torch.full((num_heads * num_queries,), float("-inf"), device=keys.device)
         if sinks is not None:
             normaliser = sinks.repeat_interleave(num_queries)
@@ -98,13 +100,13 @@ class Importance:
             weights = block.sub_(normaliser[:, None]).exp_()  # [H*w, c + margins]
             before, after = min(half, a), min(half, num_keys - b)  # margins that the block holds
             padded = F.pad(weights, (half - before, half - after))
-            pooled = F.avg_pool1d(padded[None], self._pool_kernel, stride=1)[0]  # [H*w, c]
+            pooled = F.avg_pool1d(padded[None], POOL_KERNEL, stride=1)[0]  # [H*w, c]
             most = pooled.unflatten(0, (num_heads, num_queries)).amax(0)  # [w, c]
             torch.maximum(self.best[:, a:b], most, out=self.best[:, a:b])
 
-    def scores(self, num_queries: int | None = None) -> Tensor:
-        """Mean over the first ``num_queries`` queries, all by default: ``[N]`` fp32."""
-        return self.best[:num_queries].mean(0)
+    def scores(self) -> Tensor:
+        """Mean over the queries: ``[N]`` fp32."""
+        return self.best.mean(0)
 
 
 def _logits(
@@ -135,86 +137,63 @@ def chunk_means(scores: Tensor, chunk_len: int) -> Tensor:
     return padded.sum(-1) / counts
 
 
-ROW = KVBudget.of(ROW_SLOTS)  # keys="one_layer": the row that the greedy tokens are decoded from
+SELECTOR = SnapKV()  # never asked: the look-ahead's rows hold the whole prompt
 
-SELECTOR = SnapKV()  # and how its tokens are chosen
-
-
-@torch.inference_mode()
-def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSettings) -> Tensor:
-    """Score of every token of a prompt that fits the draft's context: ``[N]`` fp32."""
-    ids = torch.tensor(token_ids, dtype=torch.int64, device=decoder.device)
-    if settings.look_ahead == 0:
-        return _score_in_pass(decoder, ids, len(ids), min(settings.num_own_queries, len(ids)), settings)
-    if settings.keys == "one_layer":
-        decoded = decode_from_row(decoder, ids, settings)
-        fed = torch.cat((ids, ids.new_tensor(decoded[:-1])))
-        return _score_in_pass(decoder, fed, len(ids), len(decoded), settings)
-    return _score_from_all_layers(decoder, [ids], settings)[0]
+# Passage, layer, queries [w, H, E], keys [G, N, E] of the prompt, position of the first query.
+Visit = Callable[[int, int, Tensor, Tensor, int], None]
 
 
 @torch.inference_mode()
+def visit_layers(decoder: Decoder, passages: Sequence[Sequence[int]], settings: ScoringSettings, visit: Visit) -> None:
+    """Read passages of one length, look ahead of all of them together, and show every layer's scoring queries and keys
+    to ``visit``.
+    """
+    prompts = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in passages]
+    prompt_len, ahead = len(prompts[0]), settings.look_ahead
+    if ahead == 0:
+        for index, ids in enumerate(prompts):
+
+            def show(
+                prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor, index: int = index
+            ) -> None:
+                assert queries is not None
+                visit(index, layer, queries, keys, prompt_len - len(queries))
+
+            _read(decoder, ids, min(OWN_QUERIES, prompt_len), show, "none")
+        return
+    look_ahead = _LookAhead(decoder, len(prompts), KVBudget.full(prompt_len + ahead), ahead)
+    for row, ids in enumerate(prompts):
+        look_ahead.read(row, ids)
+    for row, tokens in enumerate(look_ahead.decode(settings)):
+        first = prompt_len - 1  # the query of the last prompt token scores too
+        queries = look_ahead.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
+        for layer in range(decoder.config.num_layers):
+            visit(row, layer, queries[layer], look_ahead.cache.layer(layer).k[row, :, :prompt_len], first)
+
+
 def scores_of_passages(
     decoder: Decoder, passages: Sequence[Sequence[int]], settings: ScoringSettings
 ) -> Iterator[Tensor]:
-    """``token_scores`` of prompts of one length; some of them look ahead together, a decode step for all of them."""
-    if settings.look_ahead == 0 or settings.keys == "one_layer":
-        for token_ids in passages:
-            yield token_scores(decoder, token_ids, settings)
-        return
-    size = settings.num_passages(decoder.device.type)
-    for first in range(0, len(passages), size):
-        group = [torch.tensor(ids, dtype=torch.int64, device=decoder.device) for ids in passages[first : first + size]]
-        yield from _score_from_all_layers(decoder, group, settings)
+    """Score of every token of prompts of one length that fits the draft's context: ``[N]`` fp32 of each."""
+    size = num_passages(decoder.device.type)
+    for start in range(0, len(passages), size):
+        group = passages[start : start + size]
+        found: dict[int, Importance] = {}
+
+        def add(
+            index: int, layer: int, queries: Tensor, keys: Tensor, first: int, found: dict[int, Importance] = found
+        ) -> None:
+            if index not in found:
+                found[index] = Importance(len(queries), keys.shape[1], decoder.device)
+            found[index].add(queries, keys, first, sinks=decoder.sinks(layer), cap=decoder.config.score_cap)
+
+        visit_layers(decoder, group, settings, add)
+        yield from (found[index].scores() for index in range(len(group)))
 
 
-def _score_in_pass(
-    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings
-) -> Tensor:
-    """The last ``num_queries`` tokens of ``ids`` score the first ``prompt_len``, layer by layer."""
-    importance = Importance(num_queries, prompt_len, settings.pool_kernel, decoder.device)
-    first_query = len(ids) - num_queries
-
-    def score(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
-        assert queries is not None
-        cap = decoder.config.score_cap
-        importance.add(queries, keys[:, :prompt_len], first_query, sinks=decoder.sinks(layer), cap=cap)
-
-    scoring_pass(decoder, ids, prompt_len, num_queries, settings, score)
-    return importance.scores()
-
-
-def scoring_pass(
-    decoder: Decoder, ids: Tensor, prompt_len: int, num_queries: int, settings: ScoringSettings, score: LayerDone
-) -> None:
-    """Read ``ids [n]``, the prompt and look-ahead tokens after it, one layer at a time; ``score`` sees each layer."""
-    _read(decoder, ids, prompt_len, num_queries, settings, score, "none")
-
-
-def _score_from_all_layers(decoder: Decoder, passages: Sequence[Tensor], settings: ScoringSettings) -> list[Tensor]:
-    """Prefill each of ``passages [N]``, decode after all of them together, then score with every layer's queries."""
-    prompt_len, ahead = len(passages[0]), settings.look_ahead
-    look_ahead = _LookAhead(decoder, len(passages), KVBudget.full(prompt_len + ahead), ahead)
-    for row, ids in enumerate(passages):
-        look_ahead.read(row, ids, 1, settings)
-    decoded = look_ahead.decode(settings)
-    first = prompt_len - 1  # the query of the last prompt token scores too
-    scores = []
-    for row, tokens in enumerate(decoded):
-        queries = look_ahead.queries.last(row, first + len(tokens), len(tokens))  # [L, w, H, E]
-        importance = Importance(len(tokens), prompt_len, settings.pool_kernel, decoder.device)
-        for layer in range(decoder.config.num_layers):
-            keys = look_ahead.cache.layer(layer).k[row, :, :prompt_len]
-            importance.add(queries[layer], keys, first, sinks=decoder.sinks(layer), cap=decoder.config.score_cap)
-        scores.append(importance.scores())
-    return scores
-
-
-def decode_from_row(decoder: Decoder, ids: Tensor, settings: ScoringSettings) -> list[int]:
-    """Greedy tokens after the prompt, decoded from a compressed row."""
-    look_ahead = _LookAhead(decoder, 1, ROW, 1)
-    look_ahead.read(0, ids, SELECTOR.num_queries(len(ids)), settings)
-    return look_ahead.decode(settings)[0]
+def token_scores(decoder: Decoder, token_ids: Sequence[int], settings: ScoringSettings) -> Tensor:
+    """As ``scores_of_passages``, of one prompt."""
+    return next(scores_of_passages(decoder, [token_ids], settings))
 
 
 class _LookAhead:
@@ -244,8 +223,8 @@ class _LookAhead:
         self._hidden: list[Tensor] = []  # by row: output of the last prompt token [1, D]
         self._prompt_len = 0
 
-    def read(self, row: int, ids: Tensor, num_queries: int, settings: ScoringSettings) -> None:
-        """Prefill ``ids [N]`` into a row; its last ``num_queries`` select, where it does not fit."""
+    def read(self, row: int, ids: Tensor) -> None:
+        """Prefill ``ids [N]`` into a row."""
         self._prompt_len = len(ids)
 
         def write(prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:
@@ -253,7 +232,7 @@ class _LookAhead:
             self.queries.put(layer, row, self._prompt_len - 1, queries[-1])
             write_rows(self.cache, layer, (row,), keys, values, queries, self._budget, SELECTOR)
 
-        self._hidden.append(_read(self._decoder, ids, len(ids), num_queries, settings, write, "last"))
+        self._hidden.append(_read(self._decoder, ids, 1, write, "last"))
 
     def decode(self, settings: ScoringSettings) -> list[list[int]]:
         """Greedy tokens after the prompts, ``look_ahead`` of each, fewer where the draft ends.
@@ -286,32 +265,20 @@ def _best(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
-def _read(
-    decoder: Decoder,
-    ids: Tensor,
-    prompt_len: int,
-    num_queries: int,
-    settings: ScoringSettings,
-    layer_done: LayerDone,
-    outputs: Outputs,
-) -> Tensor:
-    """Run ``ids [N]`` layer by layer; returns the last token's output ``[1, D]``.
-
-    Tokens from ``prompt_len`` on are look-ahead tokens: their sequence was as long as their position + 1 (dynamic
-    RoPE).
-    """
+def _read(decoder: Decoder, ids: Tensor, num_queries: int, layer_done: LayerDone, outputs: Outputs) -> Tensor:
+    """Run ``ids [N]`` layer by layer; returns the last token's output ``[1, D]``."""
     config, device = decoder.config, decoder.device
     positions = torch.arange(len(ids), device=device)
     tokens = PassTokens(
         token_ids=ids,
         positions=positions,
-        seq_lens=(positions + 1).clamp(min=prompt_len),
+        seq_lens=torch.full_like(positions, len(ids)),
         prompt_lens=[len(ids)],
         num_queries=[num_queries],
     )
     buffers = StagingBuffers(decoder.kv_spec(), config.hidden_size, len(ids), decoder.dtype, device)
     attention = automatic(Case.of_model(device, decoder.dtype, config))
-    step = settings.num_prefill_tokens(device.type)
+    step = num_prefill_tokens(device.type)
     one = LayerPass(decoder, buffers, tokens, step, attention, layer_done, outputs)
     one.run()
     return one.last_hidden()
@@ -359,7 +326,7 @@ class Draft:
         if not is_gguf(folder) and not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(f"{folder} has no tokenizer; a draft needs a tokenizer.json")
         tokenizer = load_tokenizer(folder)
-        looped = step_config(config, ROW, 1, dtype=dtype, device=device)
+        looped = step_config(config, KVBudget.full(config.max_position), 1, dtype=dtype, device=device)
         make = make_matrix if looped is None or library_problem() else panels_for(looped)
         decoder = Decoder.load(folder, config, dtype, device, progress=progress, make=make)
         return cls(decoder, tokenizer, f"{_digest_of(folder)}/{dtype}")

@@ -1,4 +1,4 @@
-"""Prompts of engine requests, compressed by a draft: as text that is tokenized again, or as kept token ids.
+"""Prompts of engine requests, compressed by a draft as text that is tokenized again.
 
 Invariant: the result is the prompt that the same call without a draft would have fed the engine, less the parts left
 out; its report counts both.
@@ -11,12 +11,10 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from snapstream.spec_prefill.compressor import CompressedText, PromptCompressor, with_texts
-from snapstream.spec_prefill.protection import Candidate, Span, candidates
+from snapstream.spec_prefill.compressor import CompressedText, PromptCompressor
 from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
 from snapstream.types import CompressionSummary
 
@@ -109,10 +107,9 @@ Render = Callable[[Messages], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedPrompt:
-    """Token ids for the engine, where they stood, and what was left out."""
+    """Token ids for the engine, and what was left out."""
 
     token_ids: tuple[int, ...]
-    positions: tuple[int, ...] | None  # None: contiguous
     report: CompressionSummary
     text: str | None = None
 
@@ -131,20 +128,17 @@ class RequestCompressor:
         self._sticky = StickyCompressor(compressor)
 
     def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> CompressedPrompt:
-        """A plain prompt, as text or as token ids."""
+        """A plain prompt, which must be a text."""
         if how.sticky:
             raise ValueError("sticky is for conversations; this prompt is none")
-        if how.hand_over == "ids":
-            ids = self._tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-            return self._ids(ids, None, how)
         if not isinstance(prompt, str):
-            raise ValueError("the prompt is token ids; compressing it as text needs the text, or hand_over='ids'")
+            raise ValueError("the prompt is token ids; prompt compression needs its text")
         if (whole := self._stored(self._tokenizer(prompt)["input_ids"], how, prompt)) is not None:
             return whole
         result = self._as_text(prompt, how)
         assert result.text is not None
         ids = self._tokenizer(result.text)["input_ids"]
-        return CompressedPrompt(token_ids=tuple(ids), positions=None, report=result.report.summary(), text=result.text)
+        return CompressedPrompt(token_ids=tuple(ids), report=result.report.summary(), text=result.text)
 
     def chat(self, messages: Messages, how: PromptCompression, render: Render) -> CompressedPrompt:
         """A conversation; ``render`` applies the target's chat template."""
@@ -152,15 +146,10 @@ class RequestCompressor:
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         if (whole := self._stored(ids, how)) is not None:
             return whole
-        if how.hand_over == "ids":
-            encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            found = candidates(messages, self.compressor.protection, self.compressor.draft.count_tokens)
-            spans = body_places(text, messages, found, render)
-            return self._ids(encoded["input_ids"], token_ranges(encoded["offset_mapping"], spans), how)
         result = self._sticky.compress(messages, how, self._tokenizer) if how.sticky else self._as_text(messages, how)
         assert result.messages is not None
         ids = self._tokenizer(render(result.messages), add_special_tokens=False)["input_ids"]
-        return CompressedPrompt(token_ids=tuple(ids), positions=None, report=result.report.summary())
+        return CompressedPrompt(token_ids=tuple(ids), report=result.report.summary())
 
     def _stored(self, ids: Sequence[int], how: PromptCompression, text: str | None = None) -> CompressedPrompt | None:
         """A prompt as it is, where ``why_uncompressed`` says so."""
@@ -171,7 +160,7 @@ class RequestCompressor:
         if not reason:
             return None
         report = CompressionSummary(tokens_before=len(ids), tokens_after=len(ids), reason=reason)
-        return CompressedPrompt(token_ids=tuple(ids), positions=None, report=report, text=text)
+        return CompressedPrompt(token_ids=tuple(ids), report=report, text=text)
 
     def _as_text(self, prompt: str | Messages, how: PromptCompression) -> CompressedText:
         return self.compressor.compress(
@@ -182,48 +171,3 @@ class RequestCompressor:
             query=how.query,
             threshold=how.threshold,
         )
-
-    def _ids(self, ids: Sequence[int], ranges: list[Span] | None, how: PromptCompression) -> CompressedPrompt:
-        if self.compressor.draft.tokenizer.get_vocab() != self._tokenizer.get_vocab():
-            raise ValueError("hand_over='ids' needs a draft with the target's tokenizer; theirs differ, use 'text'")
-        result = self.compressor.compress_ids(
-            ids, keep=how.keep, max_tokens=how.max_tokens, candidates=ranges, threshold=how.threshold
-        )
-        return CompressedPrompt(token_ids=result.token_ids, positions=result.positions, report=result.report.summary())
-
-
-def body_places(rendered: str, messages: Messages, found: Sequence[Candidate], render: Render) -> list[Span]:
-    """Where the bodies are in a rendered conversation, in order, found by rendering marks in their place.
-
-    The same words in other places, such as a system message, do not count. With a template that does more than insert
-    texts, all of it stays protected.
-    """
-    mark = sha256(rendered.encode(errors="surrogatepass")).hexdigest()  # a text cannot contain its own digest
-    bodies = [candidate.body.strip() for candidate in found]
-    marked = render(with_texts([dict(m) for m in messages], found, [_with_body(one, mark) for one in found]))
-    around = marked.split(mark)
-    if len(around) != len(bodies) + 1:
-        return []
-    places: list[Span] = []
-    text = around[0]
-    for body, after in zip(bodies, around[1:], strict=True):
-        places.append((len(text), len(text) + len(body)))
-        text += body + after
-    return places if text == rendered else []
-
-
-def _with_body(candidate: Candidate, body: str) -> str:
-    """The candidate's text with another body between the same white space."""
-    own, bare = candidate.body, candidate.body.strip()
-    start = candidate.start + len(own) - len(own.lstrip())
-    return candidate.text[:start] + body + candidate.text[start + len(bare) :]
-
-
-def token_ranges(offsets: Sequence[tuple[int, int]], spans: Sequence[Span]) -> list[Span]:
-    """Tokens that lie wholly inside each span of characters."""
-    ranges: list[Span] = []
-    for start, stop in spans:
-        inside = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= stop]
-        if inside:
-            ranges.append((inside[0], inside[-1] + 1))
-    return ranges

@@ -15,16 +15,22 @@ from snapstream.config.engine import setting
 from snapstream.exec.looped import why_not_looped
 
 Mode = Literal["text", "code", "auto"]
-KeyStore = Literal["all_layers", "one_layer"]
 LongTexts = Literal["overlap", "refuse"]
 Snap = Literal["none", "word", "sentence", "line"]
-HandOver = Literal["text", "ids"]
 
 CHUNK_LEN = {"text": 32, "code": 128}  # draft tokens per chunk, as published
-# Where the host launches kernels for a device, few large products cost less than many small ones.
-CPU_PREFILL_LEN, CPU_PASSAGES = 512, 1
-DEVICE_PREFILL_LEN, DEVICE_PASSAGES = 4096, 4
-ROW_SLOTS = 2048  # keys="one_layer": of the row that the greedy tokens are decoded from
+POOL_KERNEL = 13  # odd width of the average over adjacent keys, stride 1, zero padding; as published
+OWN_QUERIES = 8  # look_ahead=0: so many of the prompt's last queries score
+
+
+def num_passages(device_type: str) -> int:
+    """Passages of a long text that look ahead together."""
+    return 1 if device_type == "cpu" else 4
+
+
+def num_prefill_tokens(device_type: str) -> int:
+    """Tokens per matrix product of the draft's prefill: large where the host launches kernels for a device."""
+    return 512 if device_type == "cpu" else 4096
 
 
 def step_config(model: ModelConfig, budget: KVBudget, num_rows: int, *, dtype: str, device: str) -> EngineConfig | None:
@@ -44,35 +50,18 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 class ScoringSettings:
     """How the draft reads a prompt. Lengths are in draft tokens."""
 
-    look_ahead: int = 8  # queries that score: the last of the prompt, then greedy tokens; 0: only the prompt's own last
-    num_own_queries: int = 8  # with look_ahead 0: how many of the prompt's last queries score
+    look_ahead: int = (
+        8  # queries that score: the last of the prompt, then greedy tokens; 0: the prompt's last OWN_QUERIES
+    )
     ignore_eos: bool = False  # go on past the draft's end token; else the queries up to it score
-    pool_kernel: int = 13  # odd width of the average over adjacent keys, stride 1, zero padding
-    # Where the look-ahead finds the prompt: K and V of all layers are held (exact, L times the memory), or one layer
-    # at a time in a second pass (twice the time; the greedy tokens come from a compressed row).
-    keys: KeyStore = "all_layers"
     long_texts: LongTexts = "overlap"  # longer than the context: in overlapping passages, or refused
     context_len: int = 0  # tokens that the draft reads at once; 0: its model's limit
     overlap: int = 256  # tokens that consecutive passages share
-    passages_at_once: int = 0  # equal passages that look ahead together; 0: 1 on a CPU, else 4
-    prefill_len: int = 0  # tokens per matrix product of the draft's prefill; 0: 512 on a CPU, else 4,096
 
     def __post_init__(self) -> None:
-        for name, low in (("look_ahead", 0), ("num_own_queries", 1), ("pool_kernel", 1), ("context_len", 0),
-                          ("overlap", 0), ("passages_at_once", 0), ("prefill_len", 0)):  # fmt: skip
+        for name, low in (("look_ahead", 0), ("context_len", 0), ("overlap", 0)):
             object.__setattr__(self, name, as_count(name, getattr(self, name), low))
-        if self.pool_kernel % 2 == 0:
-            raise ValueError(f"pool_kernel is {self.pool_kernel}; it must be odd")
-        check_choice("keys", self.keys, ("all_layers", "one_layer"))
         check_choice("long_texts", self.long_texts, ("overlap", "refuse"))
-
-    def num_passages(self, device_type: str) -> int:
-        """Passages that look ahead together."""
-        return self.passages_at_once or (CPU_PASSAGES if device_type == "cpu" else DEVICE_PASSAGES)
-
-    def num_prefill_tokens(self, device_type: str) -> int:
-        """Tokens per matrix product."""
-        return self.prefill_len or (CPU_PREFILL_LEN if device_type == "cpu" else DEVICE_PREFILL_LEN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,28 +124,23 @@ def protection_of(threshold: int | None) -> Protection:
 class PromptCompression:
     """How the draft compresses the prompts of a call or a request: the value of its ``prompt_compression``.
 
-    ``hand_over="text"``: the kept text is tokenized again, positions are contiguous; any draft. ``"ids"``: the kept
-    tokens keep their positions; the draft must have the target's tokenizer.
+    The text that is kept is tokenized again, so draft and target may have different tokenizers.
     """
 
     keep: float | None = None  # share of the chunks, in (0, 1]
     max_tokens: int | None = None  # or a ceiling in target tokens for the whole prompt
     query: str | None = None  # what a plain text will be asked; not part of the prompt
     threshold: int | None = None  # prompts of fewer tokens stay uncompressed; None: the draft's Protection
-    hand_over: HandOver = "text"
     sticky: bool = False  # of a conversation: earlier turns stay compressed as they were, so that prefixes hit
 
     def __post_init__(self) -> None:
         check_amount(self.keep, self.max_tokens)
-        check_choice("hand_over", self.hand_over, ("text", "ids"))
         if self.threshold is not None:
             as_count("threshold", self.threshold, 0)
         if not isinstance(self.sticky, bool):
             raise ValueError(f"sticky is {self.sticky!r}; it must be true or false")
-        if self.sticky and (self.hand_over == "ids" or self.query is not None):
-            raise ValueError("sticky needs hand_over='text' and no query; only compressed texts are remembered")
-        if self.query is not None and self.hand_over == "ids":
-            raise ValueError("query needs hand_over='text'; kept ids are scored as they are in the prompt")
+        if self.sticky and self.query is not None:
+            raise ValueError("sticky takes no query; what was cut for one question is kept for the next")
 
 
 @dataclass(frozen=True, kw_only=True)

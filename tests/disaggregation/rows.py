@@ -34,7 +34,7 @@ MAX_REPORT = 64
 
 def header_of(prompt_len: int = 9, **changes: Any) -> RowHeader:
     fields = {"fingerprint": {"version": "1", "dtype": "float32"}, "sizes": SIZES, "prompt_len": prompt_len}
-    return RowHeader.of(**{**fields, "next_position": prompt_len, "budget": BUDGET, **changes})
+    return RowHeader.of(**{**fields, "budget": BUDGET, **changes})
 
 
 def bodies() -> list[bytes]:

@@ -45,7 +45,6 @@ REQUEST = Request(
     request_id="a",
     prompt_token_ids=(1, 2, 3),
     sampling=SamplingParams(n=3, temperature=0.7, stop=["x"], grammar=Grammar.regex("a"), return_kept=True, seed=1),
-    positions=(0, 4, 9),
     prompt="the text",
     priority=-2,
     namespace="n/m",

@@ -117,7 +117,6 @@ def test_layers_travel_before_the_last_is_made() -> None:
     [
         (header_of(fingerprint={"version": "2", "dtype": "float32"}), "version is 1 here and 2 at the sender"),
         (header_of(fingerprint={"version": "1"}), "dtype is float32 here and None at the sender"),
-        (header_of(next_position=10), "next_position is 10; the row of this ticket has 9"),
         (header_of(10), "prompt_len is 10; the row of this ticket has 9"),
         (header_of(budget=KVBudget(num_sink=0, num_topk=3, num_recent=3)), "budget is"),
         (header_of(sizes=sizes_of(num_layers=4)), "num_layers is 4"),

@@ -22,8 +22,7 @@ from snapstream.exec.parallel import ParallelRunner, RanksDiffer, check_ranks
 from snapstream.exec.results import SubmittedStep
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.step import StepPlan
-from snapstream.types import Request
-from tests.distributed.pairs import Pair, assert_same, ids
+from tests.distributed.pairs import Pair, ids
 from tests.llm.conftest import write_checkpoint
 
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
@@ -101,14 +100,6 @@ def test_beginnings_that_are_stored_are_restored_on_every_rank(pair: Pair) -> No
     said = pair.same([ids(6, 21)], GREEDY)[0].samples[0].token_ids
     pair.same([ids(6, 21) + said + ids(5, 22)], GREEDY)
     assert pair.stored_tokens() == (before[0] + 144, before[1] + 144), "24 tokens of the prompt and its answer"
-
-
-def test_prompts_with_positions_of_their_own(pair: Pair) -> None:
-    """As a draft compresses them."""
-    prompt = tuple(ids(40, 10))
-    request = Request(request_id="mine", prompt_token_ids=prompt, positions=tuple(range(0, 120, 3)), sampling=GREEDY)
-    [one], [two] = pair.one.answer([request]), pair.two.answer([request])
-    assert_same(one, two)
 
 
 def test_streams_and_aborted_requests(pair: Pair) -> None:

@@ -128,9 +128,6 @@ DRAFT_CALLS: list[tuple[Callable[[PromptCompressor], object], str]] = [
     (lambda draft: draft.compress([{**HI, "content": HALF}], keep=0.5), r"messages\[0\].content holds the lone"),
     (lambda draft: draft.compress("x", keep=0.5, query=5), "query is int 5; it must be text"),  # type: ignore[arg-type]
     (lambda draft: draft.compress("x", keep=0.5, target_tokenizer=5), "target_tokenizer is int 5"),  # type: ignore[arg-type]
-    (lambda draft: draft.compress_ids(5, keep=0.5), "token_ids is 5; it must be a list of token ids"),  # type: ignore[arg-type]
-    (lambda draft: draft.compress_ids("abc", keep=0.5), "token_ids is 'abc'"),  # type: ignore[arg-type]
-    (lambda draft: draft.compress_ids([10**6], keep=0.5), "token id 1000000 is outside the draft's vocabulary"),
     (lambda draft: PromptCompressor(5), "the draft's folder is 5"),  # type: ignore[arg-type]
     (lambda draft: PromptCompressor(draft.draft, scoring=5), "scoring is 5; it must be a ScoringSettings"),  # type: ignore[arg-type]
     (lambda draft: PromptCompressor(draft.draft, chunks=5), "chunks is 5; it must be a ChunkSettings"),  # type: ignore[arg-type]
@@ -153,10 +150,3 @@ def test_calls_of_a_draft(call: Callable[[PromptCompressor], object], reason: st
 def test_a_draft_on_no_device(device: Any, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=f"device {device!r} cannot be used"):
         PromptCompressor(checkpoint, device=device)
-
-
-def test_a_draft_takes_arrays(draft: PromptCompressor) -> None:
-    ids = list(range(10, 140))
-    want = draft.compress_ids(ids, keep=0.5)
-    for same in (np.array(ids), torch.tensor(ids)):
-        assert draft.compress_ids(same, keep=0.5).token_ids == want.token_ids  # type: ignore[arg-type]

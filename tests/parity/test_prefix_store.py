@@ -403,21 +403,16 @@ def test_namespaces_share_nothing(folder: Path) -> None:
 
 
 def test_what_needs_every_token_computed_bypasses_the_store(folder: Path) -> None:
-    """Log-probabilities of the prompt fill the store but do not read it; kept positions are another text."""
+    """Log-probabilities of the prompt fill the store but do not read it."""
     prompt = ids(60)
     with engine(folder, prefix_store=None) as llm:
         cold = answer(llm, prompt, replace(GREEDY, prompt_logprobs=0))
-        cold_kept = llm.answer([request("kept", prompt, positions=tuple(range(5, 65)))])[0]
     with engine(folder) as llm:
         scored = [answer(llm, prompt, replace(GREEDY, prompt_logprobs=0)) for _ in range(2)]
         assert [output.cached_tokens for output in scored] == [0, 0]
         assert answer(llm, prompt).cached_tokens == 56
-        kept = llm.answer([request("kept", prompt, positions=tuple(range(5, 65)))])[0]
-        assert kept.prefix is None
-        assert answer(llm, prompt).cached_tokens == 56
     for output in scored:
         assert output.prompt_logprobs == cold.prompt_logprobs
-    same(cold_kept, kept, exact=True)
 
 
 def test_selectors_that_need_all_queries_read_what_fits_their_rows(folder: Path) -> None:

@@ -158,7 +158,7 @@ ROUTED_TOKENS = 1024  # prompts that begin with the same ones go to the same rep
 def route_key(request: Request, config: EngineConfig | None) -> bytes:
     """Hash of the first ``ROUTED_TOKENS`` of a prompt; b"" for a shorter one, or where no replica stores prompts."""
     store = None if config is None else config.prefix_store
-    if store is None or request.positions is not None:
+    if store is None:
         return b""
     num_blocks = max(1, ROUTED_TOKENS // store.block_len)
     chain = chain_of(request.prompt_token_ids[: num_blocks * store.block_len], store.block_len)

@@ -76,8 +76,6 @@ def test_a_key_is_what_the_prefix_store_goes_by() -> None:
     assert key != route_key(request([*prompt[:1023], 99]), config) != route_key(request(prompt, "other"), config)
     assert route_key(request(prompt[:1023]), config) == b""  # the freest replica
     assert route_key(request(prompt), None) == route_key(request(prompt), replace(config, prefix_store=None)) == b""
-    compressed = replace(request(prompt), positions=tuple(range(1030)))
-    assert route_key(compressed, config) == b""  # neither are compressed ones
 
 
 def test_own_requests_count_before_a_replica_reports_them() -> None:

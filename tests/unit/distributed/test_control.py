@@ -82,7 +82,7 @@ def entry(count: int, **more: object) -> PrefillEntry:
 
 
 def plan(count: int) -> StepPlan:
-    long = entry(count, positions=tuple(range(0, 2 * count, 2)), prefix=PrefixMoves(block_len=8, saved=(1, 2)))
+    long = entry(count, prefix=PrefixMoves(block_len=8, saved=(1, 2)))
     return StepPlan(
         step_id=7,
         dropped_jobs=(1,),

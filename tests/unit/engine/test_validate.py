@@ -132,23 +132,3 @@ def test_ways_to_tell_what_was_kept() -> None:
     for wrong in ("lists", "", 2, None):
         with pytest.raises(ValueError, match=r"return_kept is .*; it must be True, False or 'bitmap'"):
             SamplingParams(return_kept=wrong)
-
-
-@pytest.mark.parametrize(
-    ("positions", "words"),
-    [
-        ((0, 1), "2 positions were given for 3 prompt tokens"),
-        ((0, 2, 2), "must ascend"),
-        ((-1, 0, 1), "must ascend"),
-        ((0, 1, 195), "last position is 195 and max_tokens 5 reach 201; the limit is 200"),
-    ],
-)
-def test_positions(positions: tuple[int, ...], words: str) -> None:
-    def request(some: tuple[int, ...]) -> Request:
-        return Request(
-            request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=5), positions=some
-        )
-
-    check_request(request((0, 1, 194)), CONFIG, vocab_size=100, has_tokenizer=True)
-    with pytest.raises(ValueError, match=words):
-        check_request(request(positions), CONFIG, vocab_size=100, has_tokenizer=True)

@@ -40,6 +40,7 @@ from snapstream.models.decoder import Decoder
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.weights import DecoderWeights
+from snapstream.plan import memory
 from snapstream.plan.memory import FRAMEWORK_BYTES, EngineMemory, draft_memory, engine_memory
 from snapstream.spec_prefill import draft
 from snapstream.spec_prefill.draft import scores_of_passages
@@ -177,11 +178,10 @@ def test_logits_of_a_prompt_stay_within_what_a_prefill_takes() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ScoringSettings(context_len=1024, passages_at_once=3, ignore_eos=True),
+        ScoringSettings(context_len=1024, ignore_eos=True),
         ScoringSettings(context_len=2048, look_ahead=0),
-        ScoringSettings(context_len=2048, keys="one_layer", ignore_eos=True),
     ],
-    ids=["all layers", "no look-ahead", "one layer"],
+    ids=["look-ahead", "no look-ahead"],
 )
 @pytest.mark.parametrize("executor", ["eager", "looped"])
 def test_a_draft_takes_what_the_plan_says(
@@ -189,6 +189,8 @@ def test_a_draft_takes_what_the_plan_says(
 ) -> None:
     if executor == "looped" and (problem := library_problem()):
         pytest.skip(problem)
+    for module in (draft, memory):
+        monkeypatch.setattr(module, "num_passages", lambda kind: 3 if settings.look_ahead else 1)
     # Of the kernels that a trial chooses from the plan counts the one that takes more memory.
     case = Case(torch.device("cpu"), torch.float32, 32)
     monkeypatch.setattr(draft, "automatic", lambda *size: choose("cpu", case))

@@ -80,7 +80,7 @@ def test_a_step_leaves_other_rows_alone() -> None:
     admit(rows, 1, 4, 4, budget)
     rows.advance(torch.tensor([0]), torch.tensor([5]))
     assert rows.num_tokens.tolist() == [11, 4, 0]
-    assert rows.next_position.tolist() == [13, 4, 0]  # position and ordinal of a compressed prompt go their own ways
+    assert rows.next_position.tolist() == [13, 4, 0]  # positions go on where a row was set back
 
 
 def test_the_padding_row_may_stand_more_than_once() -> None:

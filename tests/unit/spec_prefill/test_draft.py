@@ -131,14 +131,13 @@ def test_the_digest_follows_the_checkpoint(tmp_path: Path) -> None:
     assert Draft.load(copy).digest != first
 
 
-@pytest.mark.parametrize("keys", ["all_layers", "one_layer"])
-def test_logits_that_are_not_finite_are_an_error(keys: Any) -> None:
+def test_logits_that_are_not_finite_are_an_error() -> None:
     """Scores of such a draft would look like any others."""
     own = Draft.load(TINY_MODEL)
     embed = own.decoder.weights.embed
     embed.fill(embed.dense().index_fill(0, torch.tensor([100]), torch.nan))
     with pytest.raises(RuntimeError, match="the draft's logits are not finite"):
-        token_scores(own.decoder, (*range(50, 120), 7), ScoringSettings(keys=keys))
+        token_scores(own.decoder, (*range(50, 120), 7), ScoringSettings())
 
 
 def test_a_draft_is_read_and_decoded_by_the_looped_library(draft: Draft, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,11 +194,8 @@ def test_scores_are_the_published_ones(drafts: Any, name: str, look_ahead: int, 
     theirs, decoder = drafts[name]
     prompt = prompt_of(length)
     expected = scores_by_lists.token_scores(theirs, prompt, look_ahead=look_ahead, ends=decoder.config.eos_token_ids)
-    for keys in ("all_layers", "one_layer"):
-        settings = ScoringSettings(look_ahead=look_ahead, keys=keys, prefill_len=32)
-        torch.testing.assert_close(
-            token_scores(decoder, prompt, settings), torch.tensor(expected), rtol=1e-4, atol=1e-6
-        )
+    scores = token_scores(decoder, prompt, ScoringSettings(look_ahead=look_ahead))
+    torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_look_ahead_stops_where_the_draft_ends(drafts: Any) -> None:
@@ -208,16 +204,13 @@ def test_look_ahead_stops_where_the_draft_ends(drafts: Any) -> None:
     third = scores_by_lists.drawn_tokens(theirs, prompt, 8, ())[2]
     ending = Decoder(replace(decoder.config, eos_token_ids=(third,)), decoder.weights)
     expected = torch.tensor(scores_by_lists.token_scores(theirs, prompt, look_ahead=8, ends=(third,)))
-    for keys in ("all_layers", "one_layer"):
-        short = token_scores(ending, prompt, ScoringSettings(keys=keys))
-        torch.testing.assert_close(short, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(token_scores(ending, prompt, ScoringSettings()), expected, rtol=1e-4, atol=1e-6)
     beyond = token_scores(ending, prompt, ScoringSettings(ignore_eos=True))
     whole = scores_by_lists.token_scores(theirs, prompt, look_ahead=8)
     torch.testing.assert_close(beyond, torch.tensor(whole), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("keys", ["all_layers", "one_layer"])
-def test_passages_look_ahead_together_as_they_would_alone(drafts: Any, keys: Any) -> None:
+def test_passages_look_ahead_together_as_they_would_alone(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them ends after its third token, which the others do not draw; the last group is smaller."""
     theirs, decoder = drafts["qwen3"]
     passages = [prompt_of(30, seed) for seed in range(5)]
@@ -227,8 +220,8 @@ def test_passages_look_ahead_together_as_they_would_alone(drafts: Any, keys: Any
     assert len(drawn[1]) == 3 and len(drawn[0]) == len(drawn[2]) == 8
     expected = [scores_by_lists.token_scores(theirs, passage, look_ahead=8, ends=(third,)) for passage in passages]
     for size in (1, 3):
-        settings = ScoringSettings(keys=keys, passages_at_once=size)
-        found = list(draft.scores_of_passages(ending, passages, settings))
+        monkeypatch.setattr(draft, "num_passages", lambda kind, size=size: size)
+        found = list(draft.scores_of_passages(ending, passages, ScoringSettings()))
         torch.testing.assert_close(torch.stack(found), torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
@@ -240,17 +233,15 @@ def test_dynamic_rope_counts_the_prompt(drafts: Any) -> None:
         expected = scores_by_lists.token_scores(theirs, prompt, look_ahead=look_ahead)
         scores = token_scores(decoder, prompt, ScoringSettings(look_ahead=look_ahead))
         torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-4, atol=1e-6)
-    held = token_scores(decoder, prompt, ScoringSettings())
-    again = token_scores(decoder, prompt, ScoringSettings(keys="one_layer"))
-    torch.testing.assert_close(held, again, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("look_ahead", [0, 8])
-def test_pieces_of_prefill_change_nothing(drafts: Any, look_ahead: int) -> None:
+def test_pieces_of_prefill_change_nothing(drafts: Any, look_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, prompt = drafts["qwen3"][1], prompt_of(50)
     whole = token_scores(decoder, prompt, ScoringSettings(look_ahead=look_ahead))
     for prefill_len in (1, 7, 48):
-        pieces = token_scores(decoder, prompt, ScoringSettings(look_ahead=look_ahead, prefill_len=prefill_len))
+        monkeypatch.setattr(draft, "num_prefill_tokens", lambda kind, size=prefill_len: size)
+        pieces = token_scores(decoder, prompt, ScoringSettings(look_ahead=look_ahead))
         torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
 
 
@@ -258,10 +249,10 @@ def test_chunks_of_keys_change_nothing() -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(6, 4, 16), torch.randn(2, 100, 16)
     for first in (94, 99):
-        whole = Importance(6, 100, 13, torch.device("cpu"))
+        whole = Importance(6, 100, torch.device("cpu"))
         whole.add(queries, keys, first)
         for chunk in (1, 5, 13, 64, 99):
-            parts = Importance(6, 100, 13, torch.device("cpu"))
+            parts = Importance(6, 100, torch.device("cpu"))
             parts.add(queries, keys, first, chunk=chunk)
             torch.testing.assert_close(parts.best, whole.best)
 
@@ -270,14 +261,6 @@ def test_scores_are_deterministic(drafts: Any) -> None:
     decoder, prompt = drafts["qwen3"][1], prompt_of(60)
     first, second = (token_scores(decoder, prompt, ScoringSettings()) for _ in range(2))
     assert torch.equal(first, second)
-
-
-def test_a_compressed_row_can_draw(drafts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a row smaller than the prompt the tokens may differ, the scores are those of whatever was drawn."""
-    decoder, prompt = drafts["qwen3"][1], prompt_of(90)
-    monkeypatch.setattr(draft, "ROW", draft.KVBudget.of(48))
-    scores = token_scores(decoder, prompt, ScoringSettings(keys="one_layer"))
-    assert scores.shape == (90,) and bool((scores > 0).all())
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64])

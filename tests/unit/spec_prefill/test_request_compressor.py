@@ -119,7 +119,7 @@ def test_only_what_may_change_changes_and_only_by_leaving_out(
     own = drafts[reader]
     compressor = PromptCompressor(
         own,
-        scoring=ScoringSettings(look_ahead=0, num_own_queries=2),
+        scoring=ScoringSettings(look_ahead=0),
         chunks=ChunkSettings(chunk_len=chunk_len, delimiter=CUT),
         protection=rules,
     )
@@ -253,8 +253,7 @@ def test_old_conversations_are_forgotten(compressor: PromptCompressor, document:
     ("fields", "message"),
     [
         ({"sticky": 1}, "sticky is 1; it must be true or false"),
-        ({"sticky": True, "hand_over": "ids"}, "sticky needs hand_over='text'"),
-        ({"sticky": True, "query": "what?"}, "no query"),
+        ({"sticky": True, "query": "what?"}, "sticky takes no query"),
     ],
 )
 def test_wrong_settings_are_refused(fields: dict[str, Any], message: str) -> None:
