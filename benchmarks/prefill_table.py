@@ -22,7 +22,7 @@ from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import Entry
 from snapstream.kernels.backends.prefill import VERSIONS
 
-PACKAGES = ("flash_attn", "flash_attn_3", "flashinfer")
+PACKAGES = ("flash_attn", "flash_attn_3")
 CALLS_PER_SHAPE = 32  # layers of an 8B model
 
 

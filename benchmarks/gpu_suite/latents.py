@@ -1,19 +1,14 @@
-"""Section on decode attention over rows of latents, alone, in the sizes of DeepSeek: 128 heads share a row, or 16.
-
-Beside our kernel every package that can serve, through the same call.
-"""
+"""Section on decode attention over rows of latents, alone, in the sizes of DeepSeek: 128 heads share a row, or 16."""
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import torch
 
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.config import KVDType
-from snapstream.kernels.backends.latents import VERSIONS, Case, LatentAttention, with_latents
-from snapstream.kernels.interface import HeadNorm, Kernels, RowPlaces, bind
+from snapstream.kernels.interface import HeadNorm, RowPlaces, bind
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import KVSpec, Latent
 
@@ -37,36 +32,14 @@ def latent_kernel(bench: Bench) -> Figures:
             places = RowPlaces(rows, torch.full_like(rows, slots - 1), torch.full_like(rows, slots))
             heads = torch.randn(batch, num_heads + 1, spec.key_dim, device=bench.device.name, dtype=bench.device.dtype)
 
-            def call(
-                kernels: Kernels, heads: torch.Tensor = heads, cache: KVCache = cache, places: RowPlaces = places
-            ) -> torch.Tensor:
-                return kernels.attend_rows(heads, HeadNorm(None, 0.0), None, cache.layer(0), places, None)
+            def call(heads: torch.Tensor = heads, cache: KVCache = cache, places: RowPlaces = places) -> torch.Tensor:
+                return bound.attend_rows(heads, HeadNorm(None, 0.0), None, cache.layer(0), places, None)
 
             num_bytes = batch * slots * spec.token_bytes()  # of one layer
             flop = 2 * batch * slots * num_heads * (spec.key_dim + spec.value_dim)
-            case = _case(bench, num_heads, rank, rope_dim, slots)
-            for name, kernels in [(bound.version, bound), *_packages(bound, case if kv_dtype == "auto" else None)]:
-                seconds = bench.device.seconds(partial(call, kernels), 20, warm_ups=3)
-                yield {"model": model, "kernel": name, "rows": kv_dtype, "heads": num_heads, "batch": batch,
-                       "slots": slots, "us": seconds * 1e6, "gb_per_s": num_bytes / seconds / 1e9,
-                       "tflop_per_s": flop / seconds / 1e12}  # fmt: skip
+            seconds = bench.device.seconds(call, 20, warm_ups=3)
+            yield {"model": model, "kernel": bound.version, "rows": kv_dtype, "heads": num_heads, "batch": batch,
+                   "slots": slots, "us": seconds * 1e6, "gb_per_s": num_bytes / seconds / 1e9,
+                   "tflop_per_s": flop / seconds / 1e12}  # fmt: skip
             del cache
             bench.device.free()
-
-
-def _case(bench: Bench, num_heads: int, rank: int, rope_dim: int, slots: int) -> Case | None:
-    """The case of the packages; None off a GPU."""
-    device = torch.device(bench.device.name)
-    if device.type != "cuda":
-        return None
-    capability = torch.cuda.get_device_capability(device)
-    return Case(device, bench.device.dtype, num_heads, rank, rope_dim, 128, slots, capability)
-
-
-def _packages(bound: Kernels, case: Case | None) -> list[tuple[str, Kernels]]:
-    """The packages that can serve."""
-    if case is None:
-        return []
-    serving = {name: version for name, version in VERSIONS.items() if not version.why_not(case)}
-    made = [LatentAttention(name, version.make(case), "") for name, version in serving.items()]
-    return [(latents.name, with_latents(bound, latents)) for latents in made if not latents.is_ours]

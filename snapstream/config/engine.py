@@ -186,7 +186,6 @@ PrefillAttentionName = Literal[
     "triton",
     "flash_attn",
     "flash_attn_3",
-    "flashinfer",
 ]
 
 

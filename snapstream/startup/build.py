@@ -58,7 +58,6 @@ from snapstream.exec.executors import Executor, executor_of
 from snapstream.grammar import GrammarCompiler
 from snapstream.models.config_json import fingerprint
 from snapstream.plan.memory import DraftMemory, draft_memory, row_sizes, speculator_config
-from snapstream.startup.measure import latent_attention
 from snapstream.step import Runner, StepPlan
 from snapstream.version import __version__
 from snapstream.wire import ConnectionFailed
@@ -161,7 +160,7 @@ def _load(
     dtype, make = getattr(torch, config.dtype), executor.storage(config)
     share = None if group is None else Share.of(model, config.parallel, group.rank, config.weights)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
-    return Decoder(model, weights, kernels or _kernels_of(model, config), group)
+    return Decoder(model, weights, kernels, group)
 
 
 def load_draft_model(
@@ -190,15 +189,6 @@ def _decode_of_draft(config: EngineConfig, target: DecodeStep) -> MakeDecode:
     if config.executor == "looped" and isinstance(target, LoopedDecode):
         return partial(LoopedDecode, pool=target.pool)
     return executor_of(config.executor).decode_step
-
-
-def _kernels_of(model: ModelConfig, config: EngineConfig) -> Kernels | None:
-    """The device's kernels with the attention over latents that was chosen; None: the device's own."""
-    from snapstream.kernels.backends.latents import with_latents
-    from snapstream.kernels.interface import bind
-
-    latents = latent_attention(model, config)
-    return None if latents is None or latents.is_ours else with_latents(bind(config.device), latents)
 
 
 def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator | None) -> None:
@@ -237,7 +227,7 @@ def build_random(seed: int) -> MakeRunner:
         make = executor_of(config.executor).storage(config)
         weights = DecoderWeights.empty(model, getattr(torch, config.dtype), config.device, config.weights, make)
         weights.fill_randomly(seed)
-        return ModelRunner(Decoder(model, weights, _kernels_of(model, config)), config, grammars, progress=progress)
+        return ModelRunner(Decoder(model, weights), config, grammars, progress=progress)
 
     return build
 

@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.exec.executors import problems_here
@@ -18,9 +18,6 @@ from snapstream.models.sharding import rank_config
 from snapstream.plan.fit import with_speculator
 from snapstream.plan.memory import DraftMemory
 from snapstream.startup.resolve import Machine, resolve
-
-if TYPE_CHECKING:
-    from snapstream.kernels.backends.latents import LatentAttention
 
 
 class HostMemory(NamedTuple):
@@ -204,20 +201,6 @@ def gains_by(inputs: Literal["bf16", "codes"]) -> bool:
     if library_problem() is not None:
         return False
     return bool(load().gains_by_bf16() if inputs == "bf16" else load().gains_by_codes())
-
-
-def latent_attention(model: ModelConfig, config: EngineConfig) -> LatentAttention | None:
-    """The kernel that attends over rows of latents on this rank; None where there is nothing to choose.
-
-    Ranks may have different ones: attention outputs are summed or gathered before any of them reads them.
-    """
-    import torch
-
-    from snapstream.kernels.backends.latents import Case, choose
-
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    case = Case.of(device, dtype, rank_config(model, config.parallel), config.budget.capacity)
-    return None if case is None else choose(case)
 
 
 def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:

@@ -7,7 +7,7 @@ from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
 from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
 from snapstream.startup.build import threads_of_rank
-from snapstream.startup.measure import describe_prefill, latent_attention
+from snapstream.startup.measure import describe_prefill
 
 
 def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> tuple[str, ...]:
@@ -22,7 +22,6 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         (rows, describe_budget(options, config), model.describe_windows()),
         (
             f"{describe_prefill(model, config)} (--prefill-attention)",
-            describe_latents(model, config),
             describe_indexer(model, config),
         ),
         (describe_speculator(config), describe_store(model, options, config)),
@@ -61,12 +60,6 @@ def describe_budget(options: EngineOptions, config: EngineConfig) -> str:
     if not isinstance(given, int) or given in (EngineOptions.budget, most) or given < config.max_model_len:
         return ""
     return f"budget: {given:,} slots were requested; a row has {most:,}, because no sequence is longer (max_model_len)"
-
-
-def describe_latents(model: ModelConfig, config: EngineConfig) -> str:
-    """Which kernel attends over rows of latents, where there is a choice."""
-    chosen = latent_attention(model, config)
-    return "" if chosen is None else chosen.describe()
 
 
 def describe_ranks(config: EngineConfig) -> str:

@@ -39,8 +39,6 @@ from snapstream.exec.parallel import ParallelRunner, RankRunner
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.speculation import History, StepTimes
 from snapstream.grammar import GrammarCompiler
-from snapstream.kernels.backends import latents as plain
-from snapstream.kernels.backends.latents import LatentAttention
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.checkpoint import load_weights
@@ -133,7 +131,6 @@ class Asked:
     executor: str = "eager"
     formats: WeightFormats | None = None
     reselection: ReselectionConfig | None = None
-    has_package: bool = False  # attends over latents by a stand-in for a package that was chosen at the start
     heads: HeadProfile | None = None
     selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
 
@@ -180,7 +177,6 @@ class Answered:
     logprobs: list[float]  # of the second prompt
     row_bytes: list[int]
     own_bytes: tuple[int, int]  # of weights and rows on this rank
-    package_heads: list[int]  # query heads of each call of the stand-in
 
 
 @torch.inference_mode()
@@ -196,18 +192,7 @@ def answered(group: Group, asked: Asked) -> Answered:
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
                           executor=asked.executor, weights=asked.formats, reselection=asked.reselection,
                           selector=asked.selector, parallel=parallel, heads=heads)  # fmt: skip
-    calls: list[int] = []
-
-    def attend(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
-        calls.append(q.shape[1])
-        return plain.attend_plain(q, latents, rank, rows, lengths)
-
-    if asked.has_package:
-        found = LatentAttention("other", attend, "for a test")
-        with patch("snapstream.startup.build.latent_attention", lambda model, config: found):
-            runner = build_rank(asked.folder, model, config, None, False, group)
-    else:
-        runner = ModelRunner(Decoder(model, weights, group=group), config)
+    runner = ModelRunner(Decoder(model, weights, group=group), config)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)
               for kept, logprobs in ((True, None), ("bitmap", 2))]  # fmt: skip
     entries = tuple(
@@ -231,7 +216,6 @@ def answered(group: Group, asked: Asked) -> Answered:
         logprobs=[one.logprob for one in (prefilled["1"].prompt_logprobs or []) if one is not None],
         row_bytes=[c.row_bytes for c in compressions],
         own_bytes=(weights.num_bytes, runner.cache.num_bytes),
-        package_heads=calls,
     )
 
 

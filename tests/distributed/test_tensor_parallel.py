@@ -20,7 +20,6 @@ from snapstream.config import (
     ParallelConfig,
     ReselectionConfig,
     Selector,
-    SplitAttention,
     SplitExperts,
     WeightFormat,
     WeightFormats,
@@ -164,17 +163,6 @@ def test_selectors(two: Pool, checkpoint: Checkpoint, selector: Selector) -> Non
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "deepseek-v3"])
 def test_rows_that_reselect(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     check(two, Asked(checkpoint(name), budget=40, reselection=ReselectionConfig(every=8, num_queries=2)))
-
-
-@pytest.mark.parametrize("attention", ["tp", "dp"])
-def test_another_kernel_for_latents(two: Pool, checkpoint: Checkpoint, attention: SplitAttention) -> None:
-    """As ``build_rank`` binds one that was chosen: votes are shared once, and it sees the heads of its rank."""
-    asked = Asked(checkpoint("deepseek-v3"), budget=40, attention=attention, has_package=True)
-    plainly = two.run(cases.answered, replace(asked, has_package=False))
-    for one, other in zip(two.run(cases.answered, asked), plainly, strict=True):
-        assert one.tokens == other.tokens and one.kept == other.kept
-        torch.testing.assert_close(one.logits, other.logits, rtol=0.0, atol=1e-4)
-        assert set(one.package_heads) == {2 if attention == "tp" else 4} and not other.package_heads
 
 
 @pytest.mark.parametrize("executor", ["eager", "looped"])

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from snapstream.kernels import reference
-from snapstream.kernels.backends import latents as plain
-from snapstream.kernels.backends.latents import VERSIONS, Case, random_rows
 from snapstream.kernels.interface import HeadNorm, RowPlaces, bind
 from tests.kernels.layers import one_layer
 from tests.kernels.triton import checks, checks_latent, checks_products, checks_recurrence
@@ -69,28 +67,6 @@ def test_latents_in_fp8(dtype: torch.dtype) -> None:
         pytest.skip("this GPU has no FP8 (e4m3)")
     checks_latent.check_latents_in_fp8(128, 512, 64, dtype, "cuda")
     checks_latent.check_latents_in_fp8(16, 512, 64, dtype, "cuda")
-
-
-@pytest.mark.parametrize("num_heads", [128, 16])
-@pytest.mark.parametrize("name", ["flash_mla", "flashinfer"])
-def test_packages_over_latents(name: str, num_heads: int) -> None:
-    """Called alone, and replayed from a capture after lengths have changed."""
-    device = torch.device("cuda", 0)
-    case = Case(device, torch.bfloat16, num_heads, 512, 64, 128, 4096, torch.cuda.get_device_capability(device))
-    if problem := VERSIONS[name].why_not(case):
-        pytest.skip(problem)
-    attend = VERSIONS[name].make(case)
-    q, latents, rows = random_rows(case, 5, 4096)
-    lengths = torch.tensor([4096, 1, 2049, 64, 65], device=device)
-    checks.assert_near(
-        attend(q, latents, 512, rows, lengths), plain.attend_plain(q, latents, 512, rows, lengths), q.dtype
-    )
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(q, latents, 512, rows, lengths)
-    lengths.copy_(torch.tensor([7, 4095, 640, 1, 2048], device=device))
-    graph.replay()
-    checks.assert_near(captured, plain.attend_plain(q, latents, 512, rows, lengths), q.dtype)
 
 
 @dtypes

@@ -110,7 +110,6 @@ def test_a_kernel_asked_for_by_name_is_refused_with_what_it_lacks() -> None:
         ("sdpa_flash", replace(HOPPER, capability=(7, 5)), "needs compute capability 8.0 or newer; this GPU has 7.5"),
         ("sdpa_cudnn", replace(HOPPER, head_dim=192), "a multiple of 8 up to 128; this model's is 192"),
         ("sdpa_flash", replace(HOPPER, head_dim=20), "a multiple of 8 up to 256; this model's is 20"),
-        ("flashinfer", replace(HOPPER, head_dim=96), "needs the package flashinfer"),
         ("sdpa_efficient", replace(HOPPER, dtype=torch.float32), ""),
         ("sdpa_flash", HOPPER, ""),
     ],
@@ -126,7 +125,6 @@ def test_packages_ask_for_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs compute capability 9.x; this GPU has 10.0" in VERSIONS["flash_attn_3"].why_not(
         replace(HOPPER, capability=(10, 0))
     )
-    assert "one of 64, 128, 256; this model's is 96" in VERSIONS["flashinfer"].why_not(replace(HOPPER, head_dim=96))
 
 
 def test_the_first_of_the_order_that_serves(gpu: dict[str, Version]) -> None:
@@ -352,26 +350,16 @@ class Stand:
         assert max_k == max(b - a for a, b in zip(ends_k, ends_k[1:], strict=False))
         return attend_parts(query, key, value, ends_q, ends_k, window_of(window_size[0]), self.cap)
 
-    def single_prefill_with_kv_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, kv_layout: str, window_left: int,
-        logits_soft_cap: float | None,
-    ) -> Tensor:  # fmt: skip
-        self.calls += 1
-        assert causal and kv_layout == "HND"
-        assert q.shape[1:] == (HEADS, SIZE) and (k.shape[0], k.shape[2]) == (KV_HEADS, SIZE)
-        assert is_same_memory(k, self.pool) and is_same_memory(v, self.pool)
-        return reference.prefill_attention(q, k, v, window=window_of(window_left), cap=logits_soft_cap)
-
     def install(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         module: Any = ModuleType(name)
-        for function in ("flash_attn_func", "flash_attn_varlen_func", "varlen_attn", "single_prefill_with_kv_cache"):
+        for function in ("flash_attn_func", "flash_attn_varlen_func", "varlen_attn"):
             setattr(module, function, getattr(self, function))
         monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface"), ("flashinfer", "flashinfer")],
+    [("flash_attn", "flash_attn"), ("flash_attn_3", "flash_attn_interface")],
 )
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 40), (7, 40), (40, 40)])
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (9, None), (50, None), (None, 0.7), (9, 0.7)])

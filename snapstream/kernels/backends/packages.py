@@ -1,7 +1,6 @@
-"""Attention by optional packages: prompts by FlashAttention, FlashInfer and PyTorch's kernel for packed sequences;
-decode over latents by FlashMLA and FlashInfer.
+"""Prefill attention by FlashAttention, where it is installed, and by PyTorch's kernel for packed sequences.
 
-A call imports its package; whether that is installed is checked beforehand (``prefill.py``, ``latents.py``).
+A call imports its package; whether that is installed is checked beforehand (``prefill.py``).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from torch import Tensor
 
 from snapstream.kernels.pytorch import share_sinks
 
-# Prefill. All align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads and
-# strided K and V, so that a range of the staging buffers is passed without a copy. PyTorch's kernel alone takes learned
-# attention sinks, and it has no cap of scores; the others are not asked for sinks (``prefill.Case``).
+# All align the causal mask with the last key (flash-attn since 2.1), take fewer kv heads than query heads and strided K
+# and V, so that a range of the staging buffers is passed without a copy. PyTorch's kernel alone takes learned attention
+# sinks, and it has no cap of scores; FlashAttention is not asked for sinks (``prefill.Case``).
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +100,6 @@ def _output(found: Any) -> Tensor:
     return out
 
 
-def flashinfer(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """FlashInfer's kernel for one prompt; K and V are given heads first, as they lie in the pool."""
-    out: Tensor = import_module("flashinfer").single_prefill_with_kv_cache(
-        q, k, v, causal=True, kv_layout="HND", window_left=-1 if window is None else window - 1, logits_soft_cap=cap
-    )
-    return out
-
-
 def torch_varlen(
     q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
     cap: float | None = None,
@@ -158,67 +146,3 @@ def why_no_torch_varlen() -> str:
 def _parameters(call: Callable[..., Any]) -> frozenset[str]:
     """Names; remembered, because a chunk asks for them in every layer."""
     return frozenset(inspect.signature(call).parameters)
-
-
-# Decode over latents. A row of a multiple of 64 slots is a run of pages, so nothing is copied. All arguments are on the
-# device, so that the step can be captured.
-PAGE = 64  # slots
-WORKSPACE_BYTES = 128 * 2**20  # as FlashInfer recommends
-
-
-def page_table(rows: Tensor, capacity: int) -> Tensor:
-    """``rows [B]`` to the pages of each ``[B, C / 64]`` int32."""
-    pages = capacity // PAGE
-    first = rows.to(torch.int32)[:, None] * pages
-    return first + torch.arange(pages, dtype=torch.int32, device=rows.device)
-
-
-def flash_mla(q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
-    """FlashMLA's dense decode: ``q [B, H, E]`` over ``latents [rows+1, 1, C, E]`` -> ``[B, H, R]``.
-
-    Its schedule depends on the lengths, so every call makes it, on the device.
-    """
-    package = import_module("flash_mla")
-    capacity, size = latents.shape[2:]
-    seen = lengths.to(torch.int32)
-    schedule = package.get_mla_metadata(seen, q.shape[1], 1)
-    out, _ = package.flash_mla_with_kvcache(
-        q[:, None],
-        latents.view(-1, PAGE, 1, size),
-        page_table(rows, capacity),
-        seen,
-        rank,
-        *schedule,
-        softmax_scale=size**-0.5,
-        causal=False,
-    )
-    result: Tensor = out[:, 0]
-    return result
-
-
-class FlashInfer:
-    """FlashInfer's decode that needs no plan from the host (``trtllm_batch_decode_with_kv_cache_mla``)."""
-
-    def __init__(self, nope_dim: int, device: torch.device) -> None:
-        """``nope_dim``: numbers of a query head before absorption."""
-        self._nope_dim, self._device = nope_dim, device
-        self._workspace: Tensor | None = None  # zeros before its first use
-
-    def __call__(self, q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor) -> Tensor:
-        """As ``flash_mla``."""
-        if self._workspace is None:
-            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
-        capacity, size = latents.shape[2:]
-        out: Tensor = import_module("flashinfer.mla").trtllm_batch_decode_with_kv_cache_mla(
-            query=q[:, None],
-            kv_cache=latents.view(-1, PAGE, size),
-            workspace_buffer=self._workspace,
-            qk_nope_head_dim=self._nope_dim,
-            kv_lora_rank=rank,
-            qk_rope_head_dim=size - rank,
-            block_tables=page_table(rows, capacity),
-            seq_lens=lengths.to(torch.int32),
-            max_seq_len=capacity,
-            bmm1_scale=size**-0.5,
-        )
-        return out.view(len(q), -1, rank)

@@ -91,7 +91,7 @@ class Version:
 
 def _needs(
     *, package: str = "", dtypes: tuple[torch.dtype, ...] = HALF, least: tuple[int, int] = (8, 0), head_dim: int = 256,
-    only: tuple[int, ...] = (), major: int = 0, has_sinks: bool = False,
+    major: int = 0, has_sinks: bool = False,
 ) -> Callable[[Case], str]:  # fmt: skip
     """Requirements of kernels for NVIDIA GPUs: a package, dtypes, a compute capability, head dimensions."""
 
@@ -107,9 +107,8 @@ def _needs(
         if case.capability < least or (major and case.capability[0] != major):
             wanted = f"{major}.x" if major else f"{least[0]}.{least[1]} or newer"
             return f"needs compute capability {wanted}; this GPU has {case.capability[0]}.{case.capability[1]}"
-        if case.head_dim > head_dim or case.head_dim % 8 or (only and case.head_dim not in only):
-            wanted = f"one of {', '.join(map(str, only))}" if only else f"a multiple of 8 up to {head_dim}"
-            return f"needs a head dimension that is {wanted}; this model's is {case.head_dim}"
+        if case.head_dim > head_dim or case.head_dim % 8:
+            return f"needs a head dimension that is a multiple of 8 up to {head_dim}; this model's is {case.head_dim}"
         return ""
 
     return why_not
@@ -182,6 +181,5 @@ VERSIONS: dict[str, Version] = {
             "flash_attn_3", packages.flash_attn_3, _needs(package="flash_attn_interface", major=9),
             packages.flash_attn_3_packed,
         ),
-        Version("flashinfer", packages.flashinfer, _needs(package="flashinfer", only=(64, 128, 256))),
     )
 }  # fmt: skip

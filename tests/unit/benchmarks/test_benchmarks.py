@@ -312,7 +312,7 @@ def test_the_command_fills_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyP
         after = autotune.read(file)
         assert len(after) == len(before)  # that of another day
     entry = autotune.find(after, "9.0", "bfloat16", 128)
-    assert entry.chunk == ("flash_attn_3", "flashinfer", "flash_attn", "sdpa_flash", "sdpa_cudnn", "reference")
+    assert entry.chunk == ("flash_attn_3", "flash_attn", "sdpa_flash", "sdpa_cudnn", "reference")
     assert entry.measured == "H200, 2026-01-02, PyTorch 2.13.0 (gpu.json)"
     assert set(before) - set(after) == {autotune.find(before, "9.0", "bfloat16", 128)}
 
