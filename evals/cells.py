@@ -29,7 +29,7 @@ from evals.score import found, found_after_first, mean_and_error
 from evals.shared import generate_shared
 from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
-from snapstream.calibration.automatic import FILE
+from snapstream.calibration import FILE
 from snapstream.config import KVDType
 from snapstream.config.kv import read_profile
 from snapstream.kv import layout

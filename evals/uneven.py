@@ -31,7 +31,7 @@ from evals.tasks import TASKS, Item, make_items
 from figures.machine import describe
 from figures.markdown import table
 from snapstream.assets import TINY_MODEL
-from snapstream.calibration.calibrate import damage, generated
+from snapstream.calibration import damage, generated
 from snapstream.config import KVBudget, Selector, make_selector
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.runner import ModelRunner

@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from snapstream.calibration.automatic import automatic_heads
+from snapstream.calibration import automatic_heads
 from snapstream.config import Budget, EngineOptions, Selector, as_kind, as_number, make_selector
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import EngineThread
@@ -39,8 +39,7 @@ from snapstream.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from snapstream.spec_prefill.compressor import PromptCompressor
-    from snapstream.spec_prefill.request_compressor import CompressedPrompt, RequestCompressor
+    from snapstream.spec_prefill.compressor import CompressedPrompt, PromptCompressor, RequestCompressor
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -245,8 +244,7 @@ class LLM:
         return self.tokenizer
 
     def _make_compressor(self, draft: PromptCompressor | str | Path) -> RequestCompressor:
-        from snapstream.spec_prefill.compressor import PromptCompressor
-        from snapstream.spec_prefill.request_compressor import RequestCompressor
+        from snapstream.spec_prefill.compressor import PromptCompressor, RequestCompressor
 
         tokenizer = self._need_tokenizer("prompt compression")
         if isinstance(draft, PromptCompressor):

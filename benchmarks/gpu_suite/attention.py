@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks.gpu_suite.suite import Bench, Figures
 from snapstream.kernels.backends.autotune import problem_of
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
+from snapstream.kernels.rows import PackedLens
 
 HEADS = {128: (32, 8), 64: (32, 8)}  # by head dimension: query and kv heads of Llama-3.1-8B and Llama-3.2-1B
 CHUNKS = [(512, 8192), (2048, 32_768), (512, 131_072), (4096, 4096)]  # tokens of a chunk, keys with it

@@ -68,8 +68,8 @@ def calibrate(
     dtype: Annotated[DType, typer.Option(help="Dtype of the computation.")] = "float32",
     device: Annotated[str, typer.Option(help="Where it runs.", metavar="cpu|cuda")] = "cpu",
 ) -> None:
-    from snapstream.calibration.automatic import store_profile
-    from snapstream.calibration.calibrate import calibrate as measure
+    from snapstream.calibration import calibrate as measure
+    from snapstream.calibration import store_profile
 
     if output is not None and (output.is_dir() or not output.parent.is_dir()):  # before minutes of work
         raise ValueError(f"--output is {output}; it must be a file in a folder that exists")

@@ -256,7 +256,7 @@ EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of devic
     {
         "eager": "snapstream.exec.executors:EAGER",
         "graph": "snapstream.exec.executors:GRAPH",
-        "looped": "snapstream.exec.looped:LOOPED",
+        "looped": "snapstream.exec.executors:LOOPED",
     },
 )
 

@@ -20,8 +20,7 @@ from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import DraftBatch, StepParts
-from snapstream.exec.executors import max_batch
-from snapstream.exec.looped import why_not_looped, why_not_looped_ranks
+from snapstream.exec.executors import max_batch, why_not_looped, why_not_looped_ranks
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState

@@ -18,7 +18,7 @@ from torch import Tensor
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.cpu.looped import prompt
-from snapstream.kernels.cpu.norm import Norms
+from snapstream.kernels.pytorch import Norms
 from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
 
 __all__ = [

@@ -100,3 +100,13 @@ class LayerRows:
         """ValueError for rows without a value tensor, for a kernel that needs one."""
         if self.values_are_keys:
             raise ValueError(f"{kernel} reads keys and values from two tensors; in these rows the values are the keys")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLens:
+    """Where prompts begin and end in packed tensors; the last entry is the total."""
+
+    queries: Tensor  # [prompts + 1] int32: cumulative query tokens
+    keys: Tensor  # [prompts + 1] int32: cumulative keys
+    max_queries: int
+    max_keys: int

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels.backends.autotune import PrefillAttention
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.interface import CosSin
 from snapstream.kernels.memory import upload
+from snapstream.kernels.rows import PackedLens
 from snapstream.kv.spec import Shared, State
 from snapstream.models.decoder import Decoder, added
 from snapstream.models.layers import TokenInputs

@@ -40,7 +40,7 @@ from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import GRANITE, GRANITE_HYBRID
 from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE
-from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS
+from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, HY_V3, MELLUM, MINIMAX_M2, OLMOE
 from snapstream.models.nemotron import NEMOTRON_H
@@ -54,7 +54,6 @@ from snapstream.models.qwen_next import (
     QWEN3_5_TEXT_PART,
     QWEN3_NEXT,
 )
-from snapstream.models.smollm import SMOLLM3
 from snapstream.models.tensors import TensorSpecs, in_own_formats
 from snapstream.types import MAX_END_TOKEN_IDS
 

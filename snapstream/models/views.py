@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels.backends.autotune import PrefillAttention
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.formats import Scales
 from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, RowPlaces
 from snapstream.kernels.pytorch import one_query_attention
+from snapstream.kernels.rows import PackedLens
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.layers import LatentHeads, Recurrence, RowsRecurrence

@@ -30,8 +30,14 @@ from snapstream.config import (
 from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
 from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
 from snapstream.config.weights import SUB_BLOCK
-from snapstream.exec.executors import FALLBACK, alternatives, executor_of, preferred_executor, why_not_speculative
-from snapstream.exec.looped import why_not_rounded_inputs
+from snapstream.exec.executors import (
+    FALLBACK,
+    alternatives,
+    executor_of,
+    preferred_executor,
+    why_not_rounded_inputs,
+    why_not_speculative,
+)
 from snapstream.models.hub import local_folder
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, as_count, as_number
 from snapstream.config.engine import setting
-from snapstream.exec.looped import why_not_looped
+from snapstream.exec.executors import why_not_looped
 
 Mode = Literal["text", "code", "auto"]
 LongTexts = Literal["overlap", "refuse"]

@@ -21,8 +21,7 @@ from snapstream.config import (
 from snapstream.config.engine import check_budget
 from snapstream.config.kv import is_shipped
 from snapstream.config.values import FP8_CAPABILITY, format_bytes, row_formats
-from snapstream.exec.executors import alternatives, executor_of
-from snapstream.exec.looped import why_not_bf16_inputs
+from snapstream.exec.executors import alternatives, executor_of, why_not_bf16_inputs
 from snapstream.plan.fit import engine_config, num_rows
 from snapstream.plan.memory import (
     DraftMemory,

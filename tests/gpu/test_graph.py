@@ -21,8 +21,8 @@ from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.backends.autotune import choose, problem_of
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.backends.prefill import VERSIONS, Case
+from snapstream.kernels.rows import PackedLens
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder

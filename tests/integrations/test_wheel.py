@@ -16,8 +16,7 @@ from zipfile import ZipFile
 import pytest
 
 from snapstream.assets import TINY_MODEL
-from snapstream.kernels.compile_cache import VARIABLE
-from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets, library_name, write_libraries
+from snapstream.kernels.cpu.looped.build import VARIABLE, find_compiler, instruction_sets, library_name, write_libraries
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]

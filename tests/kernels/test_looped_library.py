@@ -21,10 +21,11 @@ from benchmarks import bounds
 from snapstream.config import WeightFormat
 from snapstream.config.weights import WeightDType
 from snapstream.kernels import groups
-from snapstream.kernels.compile_cache import VARIABLE, compile_folder
 from snapstream.kernels.cpu.looped import build, panels
 from snapstream.kernels.cpu.looped.build import (
+    VARIABLE,
     InstructionSet,
+    compile_folder,
     compiled,
     find_compiler,
     instruction_sets,

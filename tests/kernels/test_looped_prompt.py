@@ -19,13 +19,13 @@ from snapstream.config.weights import WeightFormat, WeightFormats
 from snapstream.kernels import groups, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import choose
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
 from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import Library, load
 from snapstream.kernels.cpu.looped.prompt import attend, attend_f32, packed_attention, prefill_attention, stage_heads
 from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, bind
+from snapstream.kernels.rows import PackedLens
 from snapstream.llm import LLM
 from snapstream.models.matrix import Matrix
 from snapstream.models.panels import make_panels

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from snapstream.config import PrefillAttentionName
 from snapstream.kernels import pytorch, reference
-from snapstream.kernels.backends import autotune, packages
+from snapstream.kernels.backends import autotune
+from snapstream.kernels.backends import prefill as packages
 from snapstream.kernels.backends.autotune import Entry, choose
-from snapstream.kernels.backends.packages import PackedLens
-from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
+from snapstream.kernels.backends.prefill import VERSIONS, Case, PackedLens, Version
 from snapstream.kernels.cpu.looped import library
 
 CPU = Case.of(torch.device("cpu"), torch.float32, 16, 2)

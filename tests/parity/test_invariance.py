@@ -22,8 +22,8 @@ from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels import reference
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.interface import bind
+from snapstream.kernels.rows import PackedLens
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM

@@ -25,7 +25,7 @@ import yaml
 from benchmarks.server_process import ServerProcess, served
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
-from snapstream.kernels.compile_cache import VARIABLE
+from snapstream.kernels.cpu.looped.build import VARIABLE
 from snapstream.server.engine.api import EngineStats
 from snapstream.server.engine.process import STOP_S
 from snapstream.server.http.lifecycle import LAST_FRAMES_S

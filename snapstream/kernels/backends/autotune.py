@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from snapstream.kernels import reference
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.backends.prefill import VERSIONS, Attend, AttendPacked, Case, StageHeads, Version
+from snapstream.kernels.rows import PackedLens
 
 # An order of preference per compute capability, dtype and head dimension; ``python -m benchmarks.prefill_table
 # RESULT.json`` writes the entries of a measured machine.

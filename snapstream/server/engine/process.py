@@ -172,7 +172,7 @@ def _automatic_heads(spec: EngineSpec, on_stage: Callable[[str], None]) -> tuple
     if spec.transfer is not None:  # both engines must have the same, and each would find its own
         why = "engines that transfer rows need the same profile: name a file for both"
         return replace(spec.options, heads="none"), f"heads: equal; {why}"
-    from snapstream.calibration.automatic import automatic_heads
+    from snapstream.calibration import automatic_heads
     from snapstream.models.hub import local_folder
     from snapstream.models.registry import read_model_config
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstream.server.http.errors import ApiError, bad_value, queue_full
 from snapstream.server.options import ServerSettings
-from snapstream.spec_prefill.request_compressor import StickyCompressor
+from snapstream.spec_prefill.compressor import StickyCompressor
 from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
 from snapstream.types import CompressionSummary
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from snapstream.assets import TINY_MODEL
-from snapstream.calibration.automatic import FILE
+from snapstream.calibration import FILE
 from snapstream.cli import main
 from snapstream.integrations.ray.config import DeployConfig, config_of, read_config
 

@@ -20,8 +20,7 @@ from snapstream.server.app import make_app
 from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.middleware import Namespaces
 from snapstream.server.options import ServerSettings
-from snapstream.spec_prefill.compressor import PromptCompressor
-from snapstream.spec_prefill.request_compressor import StickyCompressor
+from snapstream.spec_prefill.compressor import PromptCompressor, StickyCompressor
 from snapstream.spec_prefill.settings import PromptCompression, Protection
 from snapstream.types import SamplingParams
 from tests.server.app_client import HI, AppClient, client, frames, samples

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from snapstream import calibration as automatic
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
-from snapstream.calibration import automatic
-from snapstream.calibration.automatic import FILE, automatic_heads, cached, stored_profile
-from snapstream.calibration.calibrate import TooSlow, calibrate
+from snapstream.calibration import FILE, TooSlow, automatic_heads, cached, calibrate, stored_profile
 from snapstream.cli.app import main
 from snapstream.config import EngineOptions, KVBudget, ReselectionConfig
 from snapstream.config.kv import HeadProfile, as_heads, read_profile
@@ -31,7 +30,7 @@ SMALL: dict[str, Any] = {"budget": 128, "max_model_len": 600, "max_rows": 2}
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny model without its profile, and an empty cache folder."""
-    monkeypatch.setattr("snapstream.calibration.automatic.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("snapstream.calibration.cache_root", lambda: tmp_path / "cache")
     folder = tmp_path / "model"
     shutil.copytree(TINY_MODEL, folder)
     (folder / FILE).unlink()
@@ -85,7 +84,7 @@ def test_a_model_is_measured_once(bare: Path, monkeypatch: pytest.MonkeyPatch) -
     first, line = automatic_heads(bare, read_model_config(bare), options, on_stage=stages.append)
     assert isinstance(first.heads, HeadProfile) and str(cached(fingerprint(bare))) in line
     assert len(stages) == 1 and "calibrating" in stages[0]
-    monkeypatch.setattr("snapstream.calibration.calibrate.calibrate", None)  # not called again
+    monkeypatch.setattr("snapstream.calibration.calibrate", None)  # not called again
     again, _ = heads_of(bare)
     assert again.heads == first.heads == read_profile(cached(fingerprint(bare)))
 
@@ -101,7 +100,7 @@ def test_a_model_that_takes_too_long_has_equal_heads(bare: Path, monkeypatch: py
         assert options.heads == "none" and "calibration would take" in line and "snapstream calibrate" in line
     monkeypatch.setattr(automatic, "READ_RATE", 1e30)
     assert heads_of(bare)[0].heads == "none"  # found after the first document
-    monkeypatch.setattr("snapstream.calibration.calibrate.calibrate", None)
+    monkeypatch.setattr("snapstream.calibration.calibrate", None)
     assert heads_of(bare)[0].heads == "none"  # known
     assert not cached(fingerprint(bare)).exists()
 
@@ -110,14 +109,14 @@ def test_a_device_without_memory_for_it_has_equal_heads(bare: Path, monkeypatch:
     def out_of_memory(*args: Any, **named: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore lines")
 
-    monkeypatch.setattr("snapstream.calibration.calibrate.calibrate", out_of_memory)
+    monkeypatch.setattr("snapstream.calibration.calibrate", out_of_memory)
     options, line = heads_of(bare)
     assert options.heads == "none" and line.endswith("cannot be calibrated: CUDA out of memory.")
 
 
 def test_a_short_limit_reads_fewer_documents(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter((0.0, 1.0))  # at the start and after the first document
-    monkeypatch.setattr("snapstream.calibration.calibrate.perf_counter", lambda: next(seconds))
+    monkeypatch.setattr("snapstream.calibration.perf_counter", lambda: next(seconds))
     assert calibrate(bare, prompt_len=256, progress=False, limit_s=6.5).made_by.startswith("6 generated documents")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from evals.uneven import HeadRows, HeadRule
 from snapstream.assets import TINY_MODEL
-from snapstream.calibration.calibrate import CONTINUATION, Ablation, calibrate, damage, generated, shares_of, windows
+from snapstream.calibration import CONTINUATION, Ablation, calibrate, damage, generated, shares_of, windows
 from snapstream.cli.app import main
 from snapstream.config import KVBudget
 from snapstream.config.kv import read_profile

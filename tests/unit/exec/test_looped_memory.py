@@ -13,8 +13,7 @@ from snapstream.config.engine import Speculator
 from snapstream.config.values import num_cores
 from snapstream.exec.draft_model import DraftModel
 from snapstream.exec.eager import EagerDecode
-from snapstream.exec.executors import MAX_DRAFTED, executor_of
-from snapstream.exec.looped import NATIVE_SAMPLING_BYTES, looped_workspace
+from snapstream.exec.executors import MAX_DRAFTED, NATIVE_SAMPLING_BYTES, executor_of, looped_workspace
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from snapstream.assets import TINY_DRAFT_MODEL
 from snapstream.assets.documents import Document, make_document
-from snapstream.spec_prefill.compressor import PromptCompressor, TokenCounter
+from snapstream.spec_prefill.compressor import PromptCompressor, StickyCompressor, TokenCounter
 from snapstream.spec_prefill.draft import Draft
 from snapstream.spec_prefill.protection import head_end, tail_start
-from snapstream.spec_prefill.request_compressor import StickyCompressor
 from snapstream.spec_prefill.settings import ChunkSettings, PromptCompression, Protection, ScoringSettings
 from tests.unit.spec_prefill.test_spans import PIECES
 from tests.unit.spec_prefill.tokenizers import byte_tokenizer, word_tokenizer

@@ -1,7 +1,7 @@
 """Compiles the C++ of this folder, or opens a library that came with the package.
 
-A library is compiled for one instruction set, once, and kept in the user's cache folder (``compile_cache.py``); ``make
-wheel`` puts one per instruction set of the machine's kind into a wheel. Invariant: a library is complete or absent, and
+A library is compiled for one instruction set, once, and kept in the user's cache folder; ``make wheel``
+puts one per instruction set of the machine's kind into a wheel. Invariant: a library is complete or absent, and
 its name is made of its sources, flags and compiler, so one of other sources is never opened.
 
     python -m snapstream.kernels.cpu.looped.build FOLDER     # compiles them into FOLDER, for setup.py
@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -29,9 +30,47 @@ from typing import Literal, get_args
 
 from tqdm import tqdm
 
-from snapstream.kernels.compile_cache import compile_folder
+from snapstream.version import __version__
 
 logger = logging.getLogger(__name__)
+
+VARIABLE = "SNAPSTREAM_CACHE"  # a folder to use instead of the user's cache folder
+
+
+def cache_root() -> Path:
+    """``$SNAPSTREAM_CACHE``, else ``snapstream`` in the user's cache folder."""
+    own = os.environ.get(VARIABLE)
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "snapstream"
+
+
+def compile_folder() -> Path:
+    """The folder for this version, this torch and this processor, made if it is not there.
+
+    ValueError where it cannot be made, or where somebody else could write to it.
+    """
+    import torch  # here: who asks for ``cache_root`` alone does not wait seconds for it
+
+    key = sha256("\n".join((__version__, torch.__version__, platform.python_version(), _processor())).encode())
+    folder = cache_root() / f"compiled-{key.hexdigest()[:16]}"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"no folder for compiled code: {error}; set {VARIABLE}") from None
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"{folder} can be written by others, and code in it would be run; set {VARIABLE}")
+    return folder
+
+
+def _processor() -> str:
+    """What decides which instructions may be used: a home folder may be shared by unlike machines."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return "\n".join((platform.machine(), *dict.fromkeys(found)))
+
 
 InstructionSet = Literal["avx512", "avx2", "portable"]  # best first
 

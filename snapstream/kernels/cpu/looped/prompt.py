@@ -14,7 +14,6 @@ from torch import Tensor
 
 from snapstream.config.model import Activation
 from snapstream.kernels import pytorch, reference
-from snapstream.kernels.backends.packages import PackedLens
 from snapstream.kernels.cpu.looped.library import (
     ACTIVATIONS,
     ALIGN_COLS,
@@ -30,7 +29,7 @@ from snapstream.kernels.cpu.looped.library import (
     library_problem,
     load,
 )
-from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Pairs, SumNorm
+from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, PackedLens, Pairs, SumNorm
 
 Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys end, after those of the prompts before
 
