@@ -2,7 +2,7 @@
 docs/research/scale.md.
 
 We measured nothing of it but what the last table says. Rows and bytes follow from config.json; times are those of
-``plan/plan.py``; what others reported stands beside them.
+``predictor.py``; what others reported stands beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.machine import RESULTS
+from benchmarks.predictor import Predictor, StepTime
 from benchmarks.published_plan import DTYPE, SLOTS, published_models
 from figures.markdown import table
 from snapstream.config import EngineOptions, KVBudget, ModelConfig, ParallelConfig
@@ -21,7 +22,6 @@ from snapstream.models.registry import kv_spec_of
 from snapstream.models.sharding import rank_config, tensor_bytes
 from snapstream.plan.fit import engine_config, weight_formats
 from snapstream.plan.memory import EngineMemory, engine_memory
-from snapstream.plan.plan import Predictor, StepTime
 
 PROMPT_LEN = 131_072
 H200, SOCKET = 141 * 10**9, 64 * 10**9  # bytes; of the socket only the memory is used

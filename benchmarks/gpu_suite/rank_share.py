@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.gpu_suite.models import GREEDY, use_executor
 from benchmarks.gpu_suite.prompts import prefill_once
 from benchmarks.gpu_suite.suite import Bench, Figures
+from benchmarks.predictor import LINKS, Predictor
 from benchmarks.published import DEEPSEEK_V3
 from benchmarks.stand_ins import Pretend, occupy, random_share
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig, ParallelConfig, WeightFormats
@@ -28,7 +29,6 @@ from snapstream.kernels.interface import Kernels, bind
 from snapstream.models.decoder import Decoder
 from snapstream.models.registry import model_config_from_dict
 from snapstream.models.sharding import Share
-from snapstream.plan.plan import LINKS, Predictor
 from snapstream.step import StepPlan
 
 RANK = 0  # has the first lines of the vocabulary, so that drawn and pretended tokens are its own

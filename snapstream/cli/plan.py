@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from snapstream.plan.memory import DraftMemory
-    from snapstream.plan.plan import Plan, RanksPlan, RowPlan
+    from snapstream.plan.plan import Plan, RowPlan
 
 
 _INDENT = " " * 9  # below the labels
@@ -75,12 +75,10 @@ def _prefix_costs(plan: Plan) -> list[tuple[str, str]]:
     prefix = plan.prefix
     if prefix is None:
         return []
-    link, even = prefix.link_bytes_per_s / 1e9, prefix.break_even_bytes_per_s / 1e9
     holds = f"{prefix.num_tokens:,} tokens, {prefix.num_prompts:,} such prompts"
     return [
         ("prefixes", f"{format_bytes(prefix.store_bytes)} on the host hold {holds}"),
-        ("", f"  a hit copies {format_bytes(prefix.prompt_bytes)}: {prefix.restore_ms:,.0f} ms at {link:,.3g} GB/s"),
-        ("", f"  and saves {prefix.compute_ms:,.0f} ms (predicted): it pays from {even:,.2g} GB/s on"),
+        ("", f"  a hit copies {format_bytes(prefix.prompt_bytes)}"),
     ]
 
 
@@ -170,52 +168,11 @@ def print_plan(plan: Plan, console: Console) -> None:
     _print_line(console, "tok/s    ", "the bound set by bytes read per step, not a measurement")
     sizes = ", ".join(f"{format_bytes(row.transfer_bytes)} ({_row_name(row)})" for row in plan.rows)
     _print_line(console, "transfer ", f"with --role, host memory on either side during a KV transfer: {sizes}")
-    if plan.ranks is not None:
-        _print_steps(plan.ranks, console)
     if plan.here is not None:
         free = format_bytes(plan.here.free_bytes)
         _print_line(
             console, "auto     ", f"rows of --max-rows auto on this machine now ({plan.here.device}, {free} free)"
         )
-
-
-def _print_steps(ranks: RanksPlan, console: Console) -> None:
-    """Predicted steps, and what they were predicted from."""
-    from snapstream.plan.plan import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE
-
-    table = _table(("slots", "rows", "ms:\nweights", "\nrows", "\ncollect.", "\nstep", "tok/s"))
-    for name, step in ranks.steps.items():
-        parts = [f"{1e3 * part:.1f}" for part in (step.weights_s, step.rows_s)]
-        ranges = [_range(1e3 * part for part in over) for over in (step.collectives_s, step.seconds)]
-        table.add_row(
-            f"{int(name):,}" if name.isdigit() else name,
-            f"{step.num_rows:,}",
-            *parts,
-            *ranges,
-            _range(reversed(step.tokens_per_s)),
-        )
-    console.print()
-    console.print(table)
-    console.print()
-    links = " and ".join(
-        f"{link.name} ({1e6 * link.latency_s:.0f} us, {link.bytes_per_s / 1e9:.0f} GB/s)" for link in LINKS
-    )
-    assumed = [
-        f"predicted, not measured: {READ_SHARE:.0%} of the bandwidth and {PRODUCT_SHARE:.0%} of "
-        f"{ranks.flop_per_s / 1e12:,.0f} TFLOP/s",
-        f"{1e3 * HOST_S:.1f} ms of the host",
-        f"collectives over {links}",
-        "experts chosen evenly, no prompt between steps",
-    ]
-    _print_line(console, "step     ", "; ".join(assumed))
-    _print_line(console, "prompt   ", f"{_range(ranks.prompt.seconds)} s, alone: predicted, too")
-
-
-def _range(values: Iterable[float]) -> str:
-    """``3.2`` or ``3.2-8.1``."""
-    texts = [f"{value / 1e3:.1f}k" if value >= 1e4 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
-             for value in values]  # fmt: skip
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}-{texts[-1]}"
 
 
 def _print_line(console: Console, label: str, text: str) -> None:
@@ -261,8 +218,6 @@ class PlanFlags:
     bandwidth: str | None = setting(
         None, "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s; 50GB/s for a CPU.", metavar="RATE"
     )
-    flops: str = setting("989TFLOP/s", "Dense bf16 throughput, for --tensor-parallel, e.g. 989TFLOP/s.", metavar="RATE")
-    link: str = setting("50GB/s", "Bandwidth between host and device, for --prefix-store.", metavar="RATE")
     as_json: bool = setting(False, "Print JSON (bytes, tokens, tokens/s).", flag="--json")
 
     def __post_init__(self) -> None:
@@ -276,7 +231,7 @@ ENGINE = Flags(
     words={
         "max_model_len": "Prompt and output tokens: slots of a full row. Default: the prompt.",
         "chunk_len": "Tokens of one prefill unit; auto: as a GPU engine does.",
-        "prefix_store": "Host memory for the beginnings of prompts: what it holds, and from which --link on it pays.",
+        "prefix_store": "Host memory for the beginnings of prompts: what it holds.",
     },
     without=(
         "budget",
@@ -300,7 +255,7 @@ def plan(
     flags: PlanFlags,
     engine: Annotated[EngineOptions, ENGINE],
 ) -> None:
-    from snapstream.config.values import parse_bandwidth, parse_bytes, parse_flops
+    from snapstream.config.values import parse_bandwidth, parse_bytes
     from snapstream.models.registry import read_model_config
     from snapstream.plan.fit import with_speculator
     from snapstream.plan.plan import Device, Here, make_plan
@@ -320,8 +275,6 @@ def plan(
             kind="cpu" if on_cpu else "cuda",
             memory_bytes=free_bytes if on_cpu and flags.memory is None else parse_bytes(memory),
             bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
-            link_bytes_per_s=parse_bandwidth(flags.link),
-            flop_per_s=parse_flops(flags.flops),
         ),
         # A CPU computes in float32 unless another dtype was asked for.
         here=Here(

@@ -169,12 +169,6 @@ def parse_bandwidth(text: str) -> int:
     return _parse(text, re.sub(r"/s\s*$", "", text), "a bandwidth", "3.35TB/s")
 
 
-def parse_flops(text: str) -> int:
-    """Operations per second: a number with a unit of 1000s, with or without ``FLOP/s``, such as ``"989TFLOP/s"``."""
-    rate = re.sub(r"FLOPS?(/s)?\s*$", "", text, flags=re.IGNORECASE)
-    return _parse(text, rate, "a rate of products", "989TFLOP/s")
-
-
 def format_bytes(size: float) -> str:
     """Three significant digits and a binary unit, e.g. ``1.53 GiB``."""
     unit = 0

@@ -217,7 +217,7 @@ def test_a_planned_store_shares_its_bytes_between_blocks_and_snapshots() -> None
     assert (
         store.num_bytes - spec.state_bytes - store.block_len * spec.stored_token_bytes(2048) < used <= store.num_bytes
     )
-    planned = prefix_plan(model, "bfloat16", store, 100_000, bandwidth=10**12, link=50 * 10**9)
+    planned = prefix_plan(model, "bfloat16", store, 100_000)
     assert planned.num_tokens == num_blocks * store.block_len
     assert planned.prompt_bytes == 390 * store.block_len * spec.prefix_token_bytes + spec.state_bytes
 

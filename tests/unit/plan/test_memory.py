@@ -27,7 +27,7 @@ from snapstream.models.sharding import (
 from snapstream.models.weights import DecoderWeights
 from snapstream.plan.fit import resolve_chunking
 from snapstream.plan.memory import engine_memory
-from snapstream.plan.plan import Device, make_plan
+from snapstream.plan.plan import make_plan
 from snapstream.startup.measure import HostMemory, host_memory
 from snapstream.startup.notes import describe_store
 from snapstream.startup.resolve import Machine, resolve
@@ -176,23 +176,15 @@ MODEL = model_config_from_dict(LLAMA_31_8B)
 TOKEN = 2 * 32 * 8 * 128 * 2  # bytes: K and V, layers, kv heads, size of a head, bf16
 
 
-def test_what_it_holds_and_when_it_pays() -> None:
+def test_what_a_prefix_store_holds() -> None:
     options = EngineOptions(dtype="bfloat16", prefix_store="64GiB")
-    prefix = make_plan(MODEL, options, prompt_len=32_768, gpu=Device(link_bytes_per_s=10**10)).prefix
-    assert prefix is not None
-    assert TOKEN == 131_072 and prefix.num_tokens == 524_288 and prefix.num_prompts == 16
-    assert prefix.prompt_bytes == 32_768 * TOKEN
-    assert prefix.restore_ms == pytest.approx(429.5, abs=0.1)
-    per_layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336  # q, k, v; o; the MLP
-    flop = 2 * 32 * (per_layer + 32 * 128 * 32_768)
-    flop_per_s = 140 * 0.8 * 3.35e12
-    assert prefix.compute_ms == pytest.approx(1e3 * 32_768 * flop / flop_per_s)
-    # At the break-even both take the same time.
-    assert prefix.prompt_bytes / prefix.break_even_bytes_per_s == pytest.approx(prefix.compute_ms / 1e3)
+    plan = make_plan(MODEL, options, prompt_len=32_768)
+    assert plan.prefix is not None
+    assert TOKEN == 131_072 and plan.prefix.num_tokens == 524_288 and plan.prefix.num_prompts == 16
+    assert plan.prefix.prompt_bytes == 32_768 * TOKEN
     shown = io.StringIO()
-    print_plan(make_plan(MODEL, options, prompt_len=32_768), Console(file=shown, width=100))
+    print_plan(plan, Console(file=shown, width=100))
     assert "64 GiB on the host hold 524,288 tokens, 16 such prompts" in shown.getvalue()
-    assert "ms at 50 GB/s" in shown.getvalue() and "it pays from 2.2 GB/s on" in shown.getvalue()
 
 
 def test_a_plan_without_one_says_nothing_of_it() -> None:

@@ -16,11 +16,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.predictor import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE, Link, Predictor
 from benchmarks.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B
 from snapstream.cli.__main__ import main
 from snapstream.cli.plan import print_plan
 from snapstream.config import EngineOptions, KVBudget, ModelConfig, ReselectionConfig, WeightFormats, make_selector
-from snapstream.config.values import parse_flops
 from snapstream.config.weights import StoredWeights, WeightFormat
 from snapstream.kernels.pytorch import CHUNK
 from snapstream.kv.cache import KVCache
@@ -38,18 +38,7 @@ from snapstream.plan.memory import (
     engine_memory,
     prefill_memory,
 )
-from snapstream.plan.plan import (
-    HOST_S,
-    LINKS,
-    PRODUCT_SHARE,
-    READ_SHARE,
-    Device,
-    Link,
-    Plan,
-    Predictor,
-    default_budgets,
-    make_plan,
-)
+from snapstream.plan.plan import Device, Plan, default_budgets, make_plan
 from snapstream.spec_prefill.settings import ScoringSettings
 
 GIB = 2**30
@@ -399,10 +388,6 @@ def test_the_plan_of_ranks() -> None:
     one = make_plan(model_config_from_dict(MIXTRAL_8X7B), EngineOptions(dtype="bfloat16"), prompt_len=32_768)
     assert one.ranks is None and one.token_bytes == 8 * plan.token_bytes
     assert plan.rows[1].full_fraction == 4096 / 32_768
-    for row in plan.rows:
-        step = plan.ranks.steps[row.name]
-        assert step.num_rows == row.max_rows
-        assert max(step.tokens_per_s) < row.tokens_per_s_max  # what is predicted is less than what bytes allow
 
 
 def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -412,22 +397,13 @@ def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([*asked, "--json"]) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
     ranks = told["ranks"]
-    assert ranks["parallel"]["size"] == 16 and ranks["parallel"]["attention"] == "dp" and ranks["flop_per_s"] == 989e12
-    rows = told["rows"][1]["max_rows"]
-    assert ranks["steps"]["32768"]["num_rows"] == rows and 400 < rows < 560
-    near, far = ranks["steps"]["32768"]["seconds"]
-    assert near < far and ranks["links"][1]["latency_s"] == 180e-6
-    assert main([*asked, "--flops", "500TFLOP/s"]) == 0
+    assert ranks["parallel"]["size"] == 16 and ranks["parallel"]["attention"] == "dp"
+    assert 400 < told["rows"][1]["max_rows"] < 560
+    assert main(asked) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "rows distributed (dp)" in shown and "60% of 500 TFLOP/s" in shown and "experts_gate_up" in shown
+    assert "rows distributed (dp)" in shown and "experts_gate_up" in shown
     assert main(["plan", str(tmp_path), "--tensor-parallel", "7"]) != 0
     assert "cannot be split over 7 ranks" in " ".join(capsys.readouterr().err.split())
-
-
-def test_rates_of_products() -> None:
-    assert parse_flops("989TFLOP/s") == parse_flops("989 T") == 989 * 10**12
-    with pytest.raises(ValueError, match="'989' is not a rate of products"):
-        parse_flops("989")
 
 
 @pytest.mark.parametrize(
