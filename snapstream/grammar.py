@@ -21,7 +21,7 @@ import resource
 import signal
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from multiprocessing import parent_process
@@ -40,16 +40,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 
-MAX_DEPTH = 64  # of nested schemas; deeper ones are unchanged
-MAX_PARTS = 200  # that apply to one object; one with more stays open
-MAX_WORK = 100_000  # names and parts of one schema; references can multiply a few lines
+MAX_DEPTH = 64  # of nested schemas; what is deeper is unchanged
 
-_OPEN_KEYS = ("additionalProperties", "unevaluatedProperties")
 _TOGETHER = ("allOf", "anyOf", "oneOf")
-_BRANCHES = ("then", "else")
 _OF_MANY = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
-_OF_ONE = ("items", "additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems")
-OPEN = "$defs"  # holds open copies of referenced schemas, under new names
+_OF_ONE = ("additionalProperties", "unevaluatedProperties", "unevaluatedItems", "additionalItems", "then", "else")
+_LISTS = (*_TOGETHER, "prefixItems", "items")
 
 
 def resolve(ref: str, root: Mapping[str, Any]) -> Any:
@@ -73,131 +69,53 @@ def closed(schema: Any) -> Any:
 
     By the standard, an object may have properties besides the named ones, and a constrained model then invents some
     until it runs out of tokens. Objects with ``additionalProperties``, ``unevaluatedProperties`` or (for names that
-    match) ``patternProperties``, and any object (``{"type": "object"}``), are unchanged. Invariant: what was possible
-    within the named properties stays possible. Parts that apply to one object together (``allOf``, or anything next to
-    ``properties``) stay open; the schema around them is closed over all their names.
-
-    ValueError if references make it larger than ``MAX_WORK``.
+    match) ``patternProperties``, and any object (``{"type": "object"}``), are unchanged. So is a schema in which
+    several parts apply to one object (``allOf``, or anything next to ``properties``): closing one would forbid what
+    others name.
     """
-    if not isinstance(schema, Mapping):
+    return schema if _has_joint_parts(schema, 0) else _closed(schema, 0)
+
+
+def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The members of a schema that hold schemas, each as a list."""
+    for key, value in schema.items():
+        if key in _OF_MANY and isinstance(value, Mapping):
+            yield key, list(value.values())
+        elif key in _LISTS and isinstance(value, list):
+            yield key, value
+        elif key in (*_OF_ONE, "items", "if") and isinstance(value, Mapping):
+            yield key, [value]
+
+
+def _has_joint_parts(schema: Any, depth: int) -> bool:
+    """Whether several parts apply to one object, here or further in."""
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+        return False
+    parts = sum(key in schema for key in ("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
+    parts += any(key in schema for key in ("properties", "patternProperties", "required"))
+    parts += len(schema["allOf"]) if isinstance(schema.get("allOf"), list) else 0
+    return parts > 1 or any(_has_joint_parts(one, depth + 1) for _, inner in _inner(schema) for one in inner)
+
+
+def _closed(schema: Any, depth: int) -> Any:
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return schema
-    walk = _Walk(schema)
-    whole = walk.close(schema, 0)
-    if walk.opened and isinstance(whole, dict):
-        whole[OPEN] = {**whole.get(OPEN, {}), **walk.opened}
-    return whole
-
-
-class _Walk:
-    def __init__(self, root: Mapping[str, Any]) -> None:
-        self._root = root
-        self.opened: dict[str, Any] = {}  # name -> open copy of a referenced schema
-        self._names: dict[str, str] = {}  # reference -> that name
-        self._work = 0
-
-    def close(self, schema: Any, depth: int) -> Any:
-        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-            return schema
-        if not self._is_joint(schema):
-            result = self._inner(schema, depth)
-            for key in _TOGETHER:
-                if isinstance(schema.get(key), list):
-                    result[key] = [self.close(one, depth + 1) for one in schema[key]]
-            has_names = "properties" in schema or "patternProperties" in schema
-            return _shut(result, _own_names(schema)) if has_names else result
-        result = self.open(schema, depth)
-        names: dict[str, None] = {}
-        return _shut(result, names) if self._collect(schema, names, set()) and names else result
-
-    def open(self, schema: Any, depth: int) -> Any:
-        """Close the schemas inside, but not the object itself."""
-        if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-            return schema
-        result = self._inner(schema, depth)
-        for key in _TOGETHER:
-            if isinstance(schema.get(key), list):
-                result[key] = [self.open(one, depth + 1) for one in schema[key]]
-        for key in _BRANCHES:
-            if key in schema:
-                result[key] = self.open(schema[key], depth + 1)
-        if isinstance(schema.get("$ref"), str):
-            result["$ref"] = self._opened(schema["$ref"], depth)
+    result = dict(schema)
+    for key, inner in _inner(schema):
+        made = [_closed(one, depth + 1) for one in inner]
+        given = schema[key]
+        if isinstance(given, list):
+            result[key] = made
+        else:
+            result[key] = dict(zip(given, made, strict=True)) if key in _OF_MANY else made[0]
+    is_open = "additionalProperties" in schema or schema.get("unevaluatedProperties", False) is not False
+    if is_open or not ("properties" in schema or "patternProperties" in schema):
         return result
-
-    def _inner(self, schema: Mapping[str, Any], depth: int) -> dict[str, Any]:
-        """A copy with the schemas of properties, items and definitions closed."""
-        result = dict(schema)
-        for key in _OF_MANY:
-            inner = schema.get(key)
-            if isinstance(inner, Mapping):
-                step = self.open if key == "dependentSchemas" else self.close
-                result[key] = {name: step(one, depth + 1) for name, one in inner.items()}
-        for key in _OF_ONE:
-            if isinstance(schema.get(key), Mapping):
-                result[key] = self.close(schema[key], depth + 1)
-        for key in ("prefixItems", "items"):
-            if isinstance(schema.get(key), list):
-                result[key] = [self.close(one, depth + 1) for one in schema[key]]
-        return result
-
-    def _is_joint(self, schema: Mapping[str, Any]) -> bool:
-        """Whether several parts apply to the same object."""
-        parts = sum(key in schema for key in ("$ref", "anyOf", "oneOf", "if", "dependentSchemas"))
-        parts += "properties" in schema or "patternProperties" in schema or "required" in schema
-        several = schema.get("allOf")
-        return parts + (len(several) if isinstance(several, list) else 0) > 1
-
-    def _opened(self, ref: str, depth: int) -> str:
-        """A reference to an open copy of the target of ``ref``."""
-        found = resolve(ref, self._root)
-        if not isinstance(found, Mapping):
-            return ref
-        if ref not in self._names:
-            name = f"open_{len(self._names)}"
-            while name in (self._root.get(OPEN) or {}):
-                name += "_"
-            self._names[ref] = name  # first: it may refer to itself
-            self.opened[name] = self.open(found, depth + 1)
-        return f"#/{OPEN}/{self._names[ref]}"
-
-    def _collect(self, schema: Any, names: dict[str, None], seen: set[int]) -> bool:
-        """Add the names of all parts; False if one of them allows other properties, or cannot be resolved."""
-        if not isinstance(schema, Mapping) or id(schema) in seen:
-            return True
-        seen.add(id(schema))
-        if any(schema.get(key, False) is not False for key in _OPEN_KEYS):
-            return False
-        own = _own_names(schema)
-        names.update(own)
-        self._work += 1 + len(own)
-        if self._work > MAX_WORK:
-            raise ValueError(f"the schema's references name more than {MAX_WORK} properties; make it simpler")
-        parts = [one for key in _TOGETHER if isinstance(schema.get(key), list) for one in schema[key]]
-        parts += [schema[key] for key in (*_BRANCHES, "if") if key in schema]
-        if isinstance(schema.get("dependentSchemas"), Mapping):
-            parts += schema["dependentSchemas"].values()
-        if isinstance(schema.get("$ref"), str):
-            found = resolve(schema["$ref"], self._root)
-            if not isinstance(found, Mapping):
-                return False
-            parts.append(found)
-        return len(seen) < MAX_PARTS and all(self._collect(one, names, seen) for one in parts)
-
-
-def _own_names(schema: Mapping[str, Any]) -> dict[str, None]:
-    """The properties that a schema names, in order, then those that it only requires."""
-    names = schema["properties"] if isinstance(schema.get("properties"), Mapping) else {}
+    # A name that is only required is a property, too.
+    own = result["properties"] if isinstance(result.get("properties"), Mapping) else {}
     required = schema["required"] if isinstance(schema.get("required"), list) else []
-    return dict.fromkeys([*names, *(name for name in required if isinstance(name, str))])
-
-
-def _shut(schema: dict[str, Any], names: Mapping[str, None]) -> dict[str, Any]:
-    if "additionalProperties" in schema or schema.get("unevaluatedProperties", False) is not False:
-        return schema
-    own = schema.get("properties")
-    properties = dict(own) if isinstance(own, Mapping) else {}
-    properties.update({name: True for name in names if name not in properties})
-    return {**schema, "properties": properties, "additionalProperties": False}
+    properties = {**own, **{name: True for name in required if isinstance(name, str) and name not in own}}
+    return {**result, "properties": properties, "additionalProperties": False}
 
 
 Words = NDArray[np.int32]
