@@ -1,7 +1,4 @@
-"""Section on the kernels that can attend a prefill chunk: all that this machine has, at the heads of three models.
-
-``benchmarks/prefill_table.py`` makes the engine's table of preference from its figures.
-"""
+"""Section on the kernels that can attend a prefill chunk: all that this machine has, at the heads of three models."""
 
 from __future__ import annotations
 

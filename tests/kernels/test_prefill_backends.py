@@ -1,10 +1,9 @@
-"""The choice of a prefill kernel: by the table, by name, past kernels that are missing, raise or are wrong."""
+"""The choice of a prefill kernel: by a trial, by name, past kernels that are missing, raise or are wrong."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
 
@@ -16,14 +15,12 @@ from snapstream.config import PrefillAttentionName
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends import prefill as packages
-from snapstream.kernels.backends.autotune import Entry, choose
+from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import VERSIONS, Case, PackedLens, Version
 from snapstream.kernels.cpu.looped import library
 
 CPU = Case.of(torch.device("cpu"), torch.float32, 16, 2)
 HOPPER = Case(torch.device("cuda"), torch.bfloat16, 128, 4, (9, 0))
-ENTRY = Entry(capability="9.0", dtype="bfloat16", head_dim=None, chunk=("a", "b", "c"), packed=("b", "c"),
-              measured=None, reason="")  # fmt: skip
 
 
 def packed_by_reference(q: Tensor, k: Tensor, v: Tensor, lens: Any, *, window: int | None = None) -> Tensor:
@@ -58,7 +55,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Version]:
     monkeypatch.setattr(autotune, "seconds", lambda version, case: 1.0)
     monkeypatch.setattr(autotune, "known", dict)
     monkeypatch.setattr(autotune, "VERSIONS", versions)
-    monkeypatch.setattr(autotune, "lookup", lambda *place: ENTRY)
+    monkeypatch.setattr(autotune, "ORDER", ("a", "b", "c"))
+    monkeypatch.setattr(autotune, "PACKED_ORDER", ("b", "c"))
     return versions
 
 
@@ -133,7 +131,7 @@ def test_the_first_of_the_order_that_serves(gpu: dict[str, Version]) -> None:
     gpu["c"] = Version("c", reference.prefill_attention, lambda case: "", packed_by_reference)
     chosen = choose("auto", HOPPER)
     assert (chosen.name, chosen.packed_name) == ("b", "c")
-    assert "compute capability 9.0, not measured that can serve; a needs more)" in chosen.describe()
+    assert "by a trial at this start: b 1000.00 ms, c 1000.00 ms" in chosen.describe()
     assert chosen.describe().endswith("short prompts that share a chunk: one call (c)")
 
 
@@ -155,7 +153,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over(attend: Any, reason: str, 
     ("times", "name"),
     [
         ({"a": 1.0, "b": 0.5, "c": 0.7}, "b"),
-        ({"a": 1.0, "b": 0.95, "c": 0.91}, "a"),  # not by a tenth: the table's order stays
+        ({"a": 1.0, "b": 0.95, "c": 0.91}, "a"),  # not by a tenth: the order stays
         ({"a": float("inf"), "b": 0.95, "c": 2.0}, "b"),
     ],
 )
@@ -172,8 +170,7 @@ def test_those_that_serve_run_for_time(
         gpu[key] = Version(key, reference.prefill_attention, lambda case: "")
     chosen = choose("auto", HOPPER)
     assert chosen.name == name
-    assert chosen.why.startswith("first of the table's order" if name == "a" else "fastest in a trial at this start")
-    assert name == "a" or f"b {times['b'] * 1e3:.2f} ms" in chosen.why
+    assert f"b {times['b'] * 1e3:.2f} ms" in chosen.why
 
 
 def test_a_race_is_run_once_and_without_those_that_cannot_serve(
@@ -193,8 +190,8 @@ def test_a_race_is_run_once_and_without_those_that_cannot_serve(
 
 def test_the_reference_runs_no_race(gpu: dict[str, Version], monkeypatch: pytest.MonkeyPatch) -> None:
     """It would hold a matrix of scores; it serves where nothing else does."""
-    entry = replace(ENTRY, chunk=("a", "reference"), packed=())
-    monkeypatch.setattr(autotune, "lookup", lambda *place: entry)
+    monkeypatch.setattr(autotune, "ORDER", ("a", "reference"))
+    monkeypatch.setattr(autotune, "PACKED_ORDER", ())
     monkeypatch.setattr(autotune, "seconds", lambda version, case: pytest.fail("a race of one"))
     gpu["reference"] = VERSIONS["reference"]
     gpu["a"] = Version("a", reference.prefill_attention, lambda case: "")
@@ -246,30 +243,9 @@ def test_by_name_packs_with_that_kernel_or_not_at_all(gpu: dict[str, Version]) -
     assert choose("c", HOPPER).packed_name == "c"
 
 
-def test_the_shipped_table() -> None:
-    entries = autotune.read()
-    for entry in entries:
-        assert set(entry.chunk) | set(entry.packed) <= set(VERSIONS)
-        assert entry.measured or entry.reason, "an order is measured, or says why it is what it is"
-        assert all(VERSIONS[name].attend_packed for name in entry.packed)
-        assert entry.chunk[-1] == "reference" or entry.measured
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        assert autotune.lookup((12, 0), dtype, 64).capability is None
-    assert autotune.lookup((9, 0), torch.bfloat16, 128).capability == "9.0"
-
-
-def test_the_most_particular_entry_wins_and_a_table_survives_writing(tmp_path: Path) -> None:
-    general = replace(ENTRY, capability=None)
-    own = replace(ENTRY, head_dim=128, chunk=("c",), measured="a GPU", reason="")
-    autotune.write((general, own, ENTRY), tmp_path / "t.json")
-    entries = autotune.read(tmp_path / "t.json")
-    assert entries == (ENTRY, own, general)
-    assert autotune.find(entries, "9.0", "bfloat16", 128) == own
-    assert autotune.find(entries, "9.0", "bfloat16", 64) == ENTRY
-    assert autotune.find(entries, "8.0", "bfloat16", 128) == general
-    assert "heads of 128, measured on a GPU" in own.describe()
-    with pytest.raises(ValueError, match="no entry for float64"):
-        autotune.find(entries, "9.0", "float64", 128)
+def test_the_orders() -> None:
+    assert set(autotune.ORDER) | set(autotune.PACKED_ORDER) <= set(VERSIONS) and autotune.ORDER[-1] == "reference"
+    assert all(VERSIONS[name].attend_packed for name in autotune.PACKED_ORDER)
 
 
 # Adapters of optional packages: stand-ins check arguments and layout, and answer through the reference.

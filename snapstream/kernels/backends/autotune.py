@@ -1,18 +1,16 @@
 """Chooses the prefill attention of an engine: the fastest correct kernel of this machine.
 
 On a GPU every candidate is first compared with the reference on small cases; one that raises or is wrong is skipped,
-and the reason is reported. The others are timed; without a clear winner the order of ``table.json`` holds. On a CPU
-PyTorch's kernel and ours are timed. The choice is made once, at start. A kernel requested by name that cannot serve is
+and the reason is reported. The others are timed; without a clear winner ``ORDER`` holds. On a CPU PyTorch's kernel and
+ours are timed. The choice is made once, at start. A kernel requested by name that cannot serve is
 an error, never replaced.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,63 +21,9 @@ from snapstream.kernels import reference
 from snapstream.kernels.backends.prefill import VERSIONS, Attend, AttendPacked, Case, StageHeads, Version
 from snapstream.kernels.rows import PackedLens
 
-# An order of preference per compute capability, dtype and head dimension; ``python -m benchmarks.prefill_table
-# RESULT.json`` writes the entries of a measured machine.
-FILE = Path(__file__).with_name("table.json")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One line. Where ``capability`` or ``head_dim`` is None it holds for those that have no line of their own."""
-
-    capability: str | None  # "9.0"
-    dtype: str
-    head_dim: int | None
-    chunk: tuple[str, ...]  # of versions.VERSIONS, the best first
-    packed: tuple[str, ...]  # for several prompts in one call; empty: one by one
-    measured: str | None  # device, date and file; None: reasoned
-    reason: str  # of an order that was not measured
-
-    def describe(self) -> str:
-        """For the start-up line."""
-        place = f"{self.dtype}, {'any GPU' if self.capability is None else f'compute capability {self.capability}'}"
-        if self.head_dim is not None:
-            place += f", heads of {self.head_dim}"
-        return f"the table's order for {place}, {f'measured on {self.measured}' if self.measured else 'not measured'}"
-
-
-def read(file: Path = FILE) -> tuple[Entry, ...]:
-    """All entries."""
-    return tuple(
-        Entry(**{**line, "chunk": tuple(line["chunk"]), "packed": tuple(line["packed"])})
-        for line in json.loads(file.read_text(encoding="utf-8"))["entries"]
-    )
-
-
-def write(entries: tuple[Entry, ...], file: Path = FILE) -> None:
-    """Replace the table; the more general an entry, the later it stands."""
-    ordered = sorted(entries, key=lambda e: (e.capability is None, e.capability or "", e.dtype, e.head_dim or 0))
-    lines = ",\n".join(f"  {json.dumps(asdict(entry))}" for entry in ordered)
-    file.write_text(f'{{"entries": [\n{lines}\n]}}\n', encoding="utf-8")
-
-
-@lru_cache(maxsize=1)
-def _table() -> tuple[Entry, ...]:
-    return read()
-
-
-def lookup(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Entry:
-    """The most particular entry. ValueError if none holds."""
-    return find(_table(), f"{capability[0]}.{capability[1]}", str(dtype).removeprefix("torch."), head_dim)
-
-
-def find(entries: tuple[Entry, ...], capability: str, dtype: str, head_dim: int) -> Entry:
-    """``lookup`` among given entries."""
-    for own_capability, own_head_dim in ((capability, head_dim), (capability, None), (None, None)):
-        for entry in entries:
-            if (entry.capability, entry.dtype, entry.head_dim) == (own_capability, dtype, own_head_dim):
-                return entry
-    raise ValueError(f"the table of prefill attention has no entry for {dtype}")
+# Of kernels whose times are within a tenth of each other, the first is taken.
+ORDER = ("flash_attn_3", "flash_attn", "triton", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "reference")
+PACKED_ORDER = ("flash_attn_3", "flash_attn", "sdpa_flash")  # for several prompts in one call
 
 
 _BEFORE, _AFTER = 16, 16  # tokens of other prompts in the pool
@@ -211,16 +155,14 @@ def choose(name: str, case: Case) -> PrefillAttention:
             raise ValueError(f"prefill_attention is {name!r}; it must be auto or one of {', '.join(VERSIONS)}")
         if problem := problem_of(version, case):
             raise ValueError(f"prefill_attention {name!r} cannot be used: {problem}")
-        packed, _ = _first_packed((name,), case)
-        return _made(version, packed, "asked for, or products are of bf16" if name == "cpu_bf16" else "asked for")
+        why = "asked for, or products are of bf16" if name == "cpu_bf16" else "asked for"
+        return _made(version, _first_packed((name,), case), why)
     if case.device.type == "cpu":
         return _on_a_cpu(case)
     if case.capability is None:
         return _made(VERSIONS["reference"], None, f"nothing faster is known for {case.device}")
-    entry = lookup(case.capability, case.dtype, case.head_dim)
-    version, why = _fastest(entry, case)
-    packed, _ = _first_packed(entry.packed, case)
-    return _made(version, packed, why)
+    version, why = _fastest(case)
+    return _made(version, _first_packed(PACKED_ORDER, case), why)
 
 
 def _on_a_cpu(case: Case) -> PrefillAttention:
@@ -235,24 +177,20 @@ def _on_a_cpu(case: Case) -> PrefillAttention:
     return _made(theirs, None, f"kept by the result {source}")
 
 
-def _fastest(entry: Entry, case: Case) -> tuple[Version, str]:
-    """The first of the table's order that can serve, unless another is faster here; and why."""
-    problems = {name: problem_of(VERSIONS[name], case) for name in entry.chunk}
-    serving = [VERSIONS[name] for name in entry.chunk if not problems[name]]
+def _fastest(case: Case) -> tuple[Version, str]:
+    """The first of the order that can serve, unless another is faster here; and why."""
+    problems = {name: problem_of(VERSIONS[name], case) for name in ORDER}
+    serving = [VERSIONS[name] for name in ORDER if not problems[name]]
     if not serving:
         reasons = "; ".join(f"{name} {problem}" for name, problem in problems.items())
         raise ValueError(f"no prefill attention can serve here: {reasons}")
     timed = [version for version in serving if version.name != "reference"]  # which holds all scores
+    first = serving[0]
     if len(timed) > 1:
         times = race(timed, case, seconds, known())
-        best = VERSIONS[winner(times)]
-        if best is not timed[0]:
-            return best, f"fastest in a trial at this start: {describe(times)}"
-    first, why = serving[0], f"first of {entry.describe()}"
-    before = entry.chunk[: entry.chunk.index(first.name)]
-    if before:
-        why += f" that can serve; {'; '.join(f'{name} {problems[name]}' for name in before[:_SHOWN])}"
-    return first, why
+        return VERSIONS[winner(times)], f"by a trial at this start: {describe(times)}"
+    before = ORDER[: ORDER.index(first.name)]
+    return first, "; ".join(["the one that can serve", *(f"{name} {problems[name]}" for name in before[:_SHOWN])])
 
 
 @lru_cache(maxsize=16)
@@ -274,18 +212,14 @@ def problem_of(version: Version, case: Case) -> str:
     return _trial(version.attend, case) if case.device.type == "cuda" else ""
 
 
-def _first_packed(order: tuple[str, ...], case: Case) -> tuple[Version | None, list[str]]:
-    reasons: list[str] = []
+def _first_packed(order: tuple[str, ...], case: Case) -> Version | None:
     for name in order:
         version = VERSIONS[name]
-        if version.attend_packed is None:
-            reasons.append(f"{name} takes one prompt at a time")
+        if version.attend_packed is None or version.why_not(case) or version.why_not_packed():
             continue
-        problem = version.why_not(case) or version.why_not_packed() or _packed_trial(version.attend_packed, case)
-        if not problem:
-            return version, reasons
-        reasons.append(f"{name} {problem}")
-    return None, reasons
+        if not _packed_trial(version.attend_packed, case):
+            return version
+    return None
 
 
 def _trial(attend: Attend, case: Case) -> str:

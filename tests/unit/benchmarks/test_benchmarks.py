@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from benchmarks import compile_kernels, pair, prefill_table, tables
+from benchmarks import compile_kernels, pair, tables
 from benchmarks import rank_share as command
 from benchmarks.experts import ARMS, QUICK, forms_of, mixture_folder, step_bytes
 from benchmarks.gpu_suite.device import Device
@@ -29,7 +28,6 @@ from benchmarks.peers.run_snapstream import start
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import LFM2_TINY, QWEN3_TINY, random_checkpoint
 from snapstream.config import EngineOptions
-from snapstream.kernels.backends import autotune
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import decode_weight_bytes
 from snapstream.models.weights import DecoderWeights
@@ -266,62 +264,6 @@ def test_the_table_of_peers() -> None:
     text = tables.peers_all(figures)
     assert "| decode alone | batch 1 | batch 8 |" in text and "| a | 1,234 |  |" in text and "| b |  | 2 |" in text
     assert text.endswith("Left out: c (not installed).\n\nVersions: torch 2.")
-
-
-# A result of the GPU suite becomes entries of the table; what is not in it stays.
-
-PLACE = {"capability": "9.0", "dtype": "bfloat16", "head_dim": 128}
-
-
-def chunk(way: str, keys: int, ms: float, first_ms: float | None = None) -> dict[str, Any]:
-    return {"way": way, "kind": "chunk", "chunk": 512, "keys": keys, "ms": ms, "first_ms": first_ms or ms, **PLACE}
-
-
-def several(way: str, kind: str, ms: float) -> dict[str, Any]:
-    return {"way": way, "kind": kind, "ms": ms, "first_ms": ms, **PLACE}
-
-
-FIGURES = [
-    {"way": "flash_attn", "error": "needs the package flash_attn, which is not installed", **PLACE},
-    chunk("sdpa_flash", 8192, 1.0), chunk("sdpa_flash", 131_072, 20.0),
-    chunk("sdpa_cudnn", 8192, 0.9, first_ms=33.0), chunk("sdpa_cudnn", 131_072, 18.0),
-    chunk("sdpa_efficient", 8192, 0.5),  # no figure at the other point
-    chunk("reference", 8192, 0.1),
-    several("sdpa_flash", "loop", 3.0), several("sdpa_flash", "packed", 1.0), several("sdpa_cudnn", "loop", 2.0),
-]  # fmt: skip
-RESULT = {"device": "H200", "date": "2026-01-02", "torch": "2.13.0", "sections": {"attention": {"figures": FIGURES}}}
-
-
-def test_orders() -> None:
-    """cuDNN is faster but for its plans: 32 ms more in the first call are 1 ms in each of 32."""
-    assert prefill_table.chunk_order(FIGURES) == ("sdpa_flash", "sdpa_cudnn", "reference")
-    without_plans = [figure | {"first_ms": figure["ms"]} if "ms" in figure else figure for figure in FIGURES]
-    assert prefill_table.chunk_order(without_plans) == ("sdpa_cudnn", "sdpa_flash", "reference")
-    assert prefill_table.packed_order(FIGURES) == ("sdpa_flash",)
-    assert prefill_table.packed_order([*FIGURES, several("sdpa_cudnn", "loop", 0.9)]) == ()
-
-
-def test_the_command_fills_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, result = tmp_path / "table.json", tmp_path / "gpu.json"
-    shutil.copy(autotune.FILE, file)
-    result.write_text(json.dumps(RESULT))
-    monkeypatch.setattr(sys, "argv", ["prefill_table", str(result), "--table", str(file)])
-    before = autotune.read(file)
-    for _ in range(2):  # a second time replaces the entry
-        prefill_table.main()
-        after = autotune.read(file)
-        assert len(after) == len(before)  # that of another day
-    entry = autotune.find(after, "9.0", "bfloat16", 128)
-    assert entry.chunk == ("flash_attn_3", "flash_attn", "sdpa_flash", "sdpa_cudnn", "reference")
-    assert entry.measured == "H200, 2026-01-02, PyTorch 2.13.0 (gpu.json)"
-    assert set(before) - set(after) == {autotune.find(before, "9.0", "bfloat16", 128)}
-
-
-def test_a_result_without_a_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"x.json has no figures of the section attention on a GPU"):
-        prefill_table.entries_of(
-            {"sections": {"attention": {"figures": [FIGURES[1] | {"capability": None}]}}}, "x.json"
-        )
 
 
 # One rank's share runs alone from end to end on a tiny shape, and the figures are what they say.
