@@ -5,10 +5,6 @@
             answer               the client must read some of it every ``write_timeout_s``
             between requests     uvicorn's keep-alive
 
-A client may close its sending half after its request and wait for the answer. To tell it from one that has
-disconnected, the server sends an interim answer, ``100 Continue``: a client that waits ignores it, and the operating
-system of one that has disconnected answers with a reset.
-
 Invariants: a connection that breaks a limit is aborted, its request is cancelled, and the reason is counted. Beyond a
 limit a new connection replaces the one that has been silent the longest - of its own address, or of any if the process
 is full - and is refused only if all are being answered; so idle connections cannot keep others out.
@@ -18,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,9 +106,7 @@ def connections_for(num_files: int) -> Connections:
 
 
 UNSENT_BYTES = 65536  # of an answer that the system buffers for a slow reader, besides what is in flight
-HALF_CLOSED_CHECKS_S = (0.01, 0.05, 0.25, 1.0)  # intervals of checking a half-closed client; the last one repeats
-TCP_CLOSE = 7  # the state of a connection that was reset, in Linux' tcp_info
-REASONS = ("silent", "slow_head", "not_reading", "too_many", "crowded_out", "left_half_closed")
+REASONS = ("silent", "slow_head", "not_reading", "too_many", "crowded_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +163,7 @@ class GuardedProtocol(H11Protocol):
     address = ""
     _head_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
-    _leave_timer: asyncio.TimerHandle | None = None
     _has_sent = False  # a byte of a request that is not whole yet
-    _is_half_closed = False
     _num_unsent = 0  # bytes, when it was last looked
 
     @property
@@ -197,7 +188,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.guard.connections.leave(self)
-        for timer in (self._head_timer, self._write_timer, self._leave_timer):
+        for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -221,8 +212,6 @@ class GuardedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()  # may begin the next request, if it has come already
         self._look()
-        if self._is_half_closed and not self.is_busy and not self.transport.is_closing():
-            self.transport.close()
 
     def _look(self) -> None:
         if not self.is_busy:
@@ -277,30 +266,6 @@ class GuardedProtocol(H11Protocol):
             self._watch_writing()  # slow, but it reads
         else:
             self._close("not_reading")
-
-    # clients that have closed their half
-
-    def eof_received(self) -> bool | None:  # type: ignore[override]
-        """True keeps the other half open."""
-        # Only for a client that waits for its answer; one that closes during the answer has left.
-        waits = self.is_busy and not self.cycle.more_body and not self.cycle.response_started
-        if not waits or self.scheme == "https" or self.scope["http_version"] != "1.1" or sys.platform != "linux":
-            return None  # TLS cannot be half closed; HTTP/1.0 has no interim answers
-        self._is_half_closed = True
-        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._leave_timer = self.loop.call_later(HALF_CLOSED_CHECKS_S[0], self._end_if_left, 1)
-        return True
-
-    def _end_if_left(self, count: int) -> None:
-        self._leave_timer = None
-        if self.transport.is_closing():
-            return
-        peer: socket.socket = self.transport.get_extra_info("socket")
-        if peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == TCP_CLOSE:
-            self._close("left_half_closed")
-            return
-        delay = HALF_CLOSED_CHECKS_S[min(count, len(HALF_CLOSED_CHECKS_S) - 1)]
-        self._leave_timer = self.loop.call_later(delay, self._end_if_left, count + 1)
 
     def _close(self, reason: str) -> None:
         if not self.transport.is_closing() or reason == "not_reading":

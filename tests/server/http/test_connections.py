@@ -1,4 +1,4 @@
-"""Sockets that misbehave, byte by byte: silent, slow, not reading, half-closed, ambiguous, too many.
+"""Sockets that misbehave, byte by byte: silent, slow, not reading, ambiguous, too many.
 
 Limits are short here, and nothing else runs: no test asks how fast anything is.
 """
@@ -226,25 +226,7 @@ def test_who_reads_slowly_is_served() -> None:
         assert short.closed["not_reading"] == 0 and engine.aborted == []
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "while it waits"])
-def test_a_half_closed_client_gets_its_answer(stream: bool, is_late: bool) -> None:
-    engine = FakeEngine(hang_after=0)  # before the first byte of an answer
-    with running_server(engine=engine) as server, connected(server) as client:
-        client.sendall(post({**BODY, "stream": stream}))
-        if is_late:
-            until(engine.hanging.is_set)
-        client.shutdown(socket.SHUT_WR)
-        until(engine.hanging.is_set)
-        assert read_until(client, b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        engine.released.set()
-        answer = read_all(client)
-        assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
-        assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") if stream else ANSWER.encode() in answer
-        assert engine.aborted == [], "and the connection is closed after it"
-
-
-def test_who_closes_a_half_amid_a_stream_has_left() -> None:
+def test_who_closes_a_half_has_left() -> None:
     engine = FakeEngine(hang_after=3)  # nothing is sent that could fail
     with running_server(engine=engine) as server, connected(server) as client:
         client.sendall(post({**BODY, "stream": True}))
