@@ -104,5 +104,3 @@ def test_stored_responses_go_on_and_are_deleted() -> None:
         api.responses.delete(second.id)
         with pytest.raises(openai.NotFoundError):
             api.responses.retrieve(second.id)
-        with pytest.raises(openai.BadRequestError):
-            api.responses.cancel(first.id)

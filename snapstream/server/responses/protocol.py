@@ -6,16 +6,15 @@
 Invariants: items keep their order, and an unsupported one is a 400 that names its place. ``ResponseStore`` keeps
 responses that later requests continue in memory, separate for each API key: never more than ``limit`` of one key, nor
 ``max_bytes`` of conversations of all keys; the oldest of a key are evicted first, for bytes those of the key that has
-most. A response holds the whole conversation up to it, so it does not depend on earlier ones. A ``RunningResponse`` is
-one that has not ended. Used on the event loop only.
+most. A response holds the whole conversation up to it, so it does not depend on earlier ones. Used on the event loop
+only.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -23,7 +22,7 @@ from pydantic import WithJsonSchema
 from pydantic_core import to_json
 
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL
+from snapstream.server.http.openapi import COUNT, STRING
 from snapstream.server.openai.protocol import Body, ReasoningEffort, SamplingBody
 
 MAX_METADATA = 16
@@ -122,7 +121,7 @@ RESPONSE = {
     "id": STRING,
     "object": {"const": "response"},
     "created_at": COUNT,
-    "status": {"enum": ["completed", "incomplete", "cancelled", "failed", "in_progress"]},
+    "status": {"enum": ["completed", "incomplete", "failed", "in_progress"]},
     "model": STRING,
     "error": {"type": ["object", "null"]},
     "incomplete_details": {"type": ["object", "null"]},
@@ -134,14 +133,6 @@ RESPONSE = {
 }
 DELETED = {"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}}
 COUNTED = {"object": {"const": "response.input_tokens"}, "input_tokens": COUNT}
-ITEMS = {
-    "object": {"const": "list"},
-    "data": {"type": "array", "items": _OBJECT},
-    "first_id": STRING_OR_NULL,
-    "last_id": STRING_OR_NULL,
-    "has_more": {"type": "boolean"},
-}
-
 
 # Tools, converted to chat completions. Namespaces are flattened: a model sees ``crm__find``, clients see a call of
 # ``find`` in the namespace ``crm``. Tools that OpenAI runs itself are dropped if there are others, else a 400.
@@ -250,7 +241,6 @@ Item = Mapping[str, Any]
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 CALLS = ("function_call", "custom_tool_call")
-MAX_PAGE = 100  # items of one page of a list
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
 
@@ -289,41 +279,6 @@ def as_messages(instructions: str | None, items: Sequence[Item], *, num_before: 
         else:
             raise _bad(place, f"has the type {kind!r}; only text, function calls and reasoning are supported")
     return messages
-
-
-def named_items(response_id: str, items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The items as listed: with an id and a type, and a message's text as parts."""
-    named = []
-    for index, item in enumerate(items):
-        done = {"id": f"{response_id}_{index}", "type": "message", **item}
-        if done["type"] == "message" and isinstance(done.get("content"), str):
-            kind = "output_text" if done.get("role") == "assistant" else "input_text"
-            done["content"] = [{"type": kind, "text": done["content"]}]
-        named.append(done)
-    return named
-
-
-def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of a list, by ``limit``, ``order`` and ``after``."""
-    given, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
-    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= MAX_PAGE):
-        raise bad_value(f"limit is {given!r}; it must be 1 to {MAX_PAGE}", "limit")
-    if order not in ("asc", "desc"):
-        raise bad_value(f"order is {order!r}; it must be asc or desc", "order")
-    listed = list(items) if order == "asc" else list(reversed(items))
-    if after is not None:
-        start = next((place for place, item in enumerate(listed) if item["id"] == after), None)
-        if start is None:
-            raise bad_value(f"after is {after!r}; no item has that id", "after")
-        listed = listed[start + 1 :]
-    page, num_more = listed[: int(given)], len(listed) - int(given)
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": num_more > 0,
-    }
 
 
 def _starts_turn(turn: Mapping[str, Any], kind: str) -> bool:
@@ -438,43 +393,12 @@ def _named(items: Sequence[Item]) -> list[tuple[str, Item]]:
     return [(item["id"], item) for item in items if isinstance(item.get("id"), str)]
 
 
-class RunningResponse:
-    """A response from its start: it can be retrieved and cancelled, and is stored at its end."""
-
-    def __init__(self, store: ResponseStore, owner: bytes, before: Stored | None, own: Sequence[Item]) -> None:
-        """``own``: the items of the request itself."""
-        self._store = store
-        self._id = ""
-        self._num_bytes = before.num_bytes if before else 0
-        self._own = own
-        self.inputs = (*(before.items if before else ()), *own)
-        self.owner = owner
-        self.cancelled = asyncio.Event()
-        self.current: Callable[[], dict[str, Any]] = dict
-
-    def open(self, response_id: str, current: Callable[[], dict[str, Any]]) -> None:
-        """It has started; ``current`` returns its present state."""
-        self._id, self.current = response_id, current
-        self._store.running[response_id] = self
-
-    def keep(self, response: Mapping[str, Any]) -> None:
-        """Store it; it has ended."""
-        output = response["output"]
-        size = self._num_bytes + len(to_json([*self._own, *output]))
-        self._store.put(response, self.owner, Stored(dict(response), (*self.inputs, *output), size))
-
-    def close(self) -> None:
-        """It no longer runs, however it ended."""
-        self._store.running.pop(self._id, None)
-
-
 class ResponseStore:
     """``limit`` 0: nothing is stored."""
 
     def __init__(self, limit: int, max_bytes: int) -> None:
         self._limit, self._max_bytes = limit, max_bytes
         self._by_key: defaultdict[bytes, _KeyStore] = defaultdict(_KeyStore)  # by digest of the key
-        self.running: dict[str, RunningResponse] = {}
 
     @property
     def is_on(self) -> bool:
@@ -505,17 +429,15 @@ class ResponseStore:
         return [self._referred(item, index, owner) if _is_reference(item) else item for index, item in enumerate(items)]
 
     def get(self, response_id: str, owner: bytes) -> dict[str, Any]:
-        """Its present state; 404 for one that is unknown, or another key's."""
-        running = self._own_running(response_id, owner)
-        return self._need(response_id, owner).response if running is None else running.current()
+        """404 for one that is unknown, or another key's."""
+        return self._need(response_id, owner).response
 
-    def inputs(self, response_id: str, owner: bytes) -> tuple[Item, ...]:
-        """The conversation that a response answers."""
-        running = self._own_running(response_id, owner)
-        if running is not None:
-            return running.inputs
-        found = self._need(response_id, owner)
-        return found.items[: len(found.items) - len(found.response["output"])]
+    def keep(self, response: Mapping[str, Any], owner: bytes, before: Stored | None, own: Sequence[Item]) -> None:
+        """Store a response that has ended; ``own``: the items of the request itself, ``before``: what it continues."""
+        output = response["output"]
+        size = (before.num_bytes if before else 0) + len(to_json([*own, *output]))
+        items = (*(before.items if before else ()), *own, *output)
+        self.put(response, owner, Stored(dict(response), items, size))
 
     def delete(self, response_id: str, owner: bytes) -> None:
         self._need(response_id, owner)
@@ -532,21 +454,9 @@ class ResponseStore:
             most = max(self._by_key, key=lambda name: self._by_key[name].num_bytes)
             self._drop(next(iter(self._by_key[most].responses)), most)
 
-    def cancel(self, response_id: str, owner: bytes) -> dict[str, Any]:
-        """Stop a running response. 400 if it has ended, 404 if it is unknown."""
-        response, running = self.get(response_id, owner), self.running.get(response_id)
-        if running is None:
-            raise bad_value(f"Response {response_id!r} has ended; there is nothing to cancel.", "response_id")
-        running.cancelled.set()
-        return {**response, "status": "cancelled"}
-
     def _own(self, response_id: str, owner: bytes) -> Stored | None:
         own = self._by_key.get(owner)
         return None if own is None else own.responses.get(response_id)
-
-    def _own_running(self, response_id: str, owner: bytes) -> RunningResponse | None:
-        running = self.running.get(response_id)
-        return running if running is not None and running.owner == owner else None
 
     def _need(self, response_id: str, owner: bytes) -> Stored:
         found = self._own(response_id, owner)

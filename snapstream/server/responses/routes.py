@@ -1,5 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens, and stored responses: GET and DELETE /v1/responses/{id}, GET
-/v1/responses/{id}/input_items, POST /v1/responses/{id}/cancel.
+"""POST /v1/responses and /v1/responses/input_tokens, and stored responses: GET and DELETE /v1/responses/{id}.
 
 A request becomes a ``ChatBody`` (``protocol.py``) with the stored conversation that it continues, and follows the chat
 path. Its answer is a response object, whole or as numbered events:
@@ -13,9 +12,8 @@ stream from 0 without gaps; the last one has the response that the same request 
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -45,16 +43,13 @@ from snapstream.server.responses.protocol import (
     Item,
     ResponsesBody,
     ResponseStore,
-    RunningResponse,
     as_chat_choice,
     as_chat_tools,
     as_messages,
     as_response_format,
     chosen_names,
-    named_items,
     names_in_spaces,
     own_tools,
-    page_of,
     read_input,
 )
 from snapstream.types import FinishReason, Request
@@ -96,11 +91,6 @@ def responses_routes(server: ServerState) -> APIRouter:
         owner = owner_of(request)
         return await server.answer(request, lambda data, _: _renamed(_count(server, store, data, owner)))
 
-    @router.get("/v1/responses/{response_id}/input_items", responses=answers(protocol.ITEMS))
-    async def input_items(request: HttpRequest, response_id: str) -> Response:
-        items = named_items(response_id, store.inputs(response_id, owner_of(request)))
-        return JSONResponse(page_of(items, request.query_params))
-
     @router.get("/v1/responses/{response_id}", responses=answers(protocol.RESPONSE))
     async def retrieve(request: HttpRequest, response_id: str) -> Response:
         if request.query_params.get("stream", "false") == "true":
@@ -111,10 +101,6 @@ def responses_routes(server: ServerState) -> APIRouter:
     async def delete(request: HttpRequest, response_id: str) -> Response:
         store.delete(response_id, owner_of(request))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    @router.post("/v1/responses/{response_id}/cancel", responses=answers(protocol.RESPONSE))
-    async def cancel(request: HttpRequest, response_id: str) -> Response:
-        return JSONResponse(store.cancel(response_id, owner_of(request)))
 
     return router
 
@@ -149,7 +135,7 @@ async def _create(
         writer=OutputWriter(names_in_spaces(body.tools or ())),
         usage=new_usage(server, [request], prepared.compression, context),
         texts=server.texts,
-        running=RunningResponse(store, owner, before, own) if is_stored else None,
+        keep=(lambda response: store.keep(response, owner, before, own)) if is_stored else None,
     )
     steps = run(server, [request], context)
     if not body.stream:
@@ -218,7 +204,7 @@ class ResponseAnswer:
     writer: OutputWriter
     usage: Usage
     texts: TokenText
-    running: RunningResponse | None = None  # if it is stored
+    keep: Callable[[Json], None] | None = None  # stores the response
     _status: str = "in_progress"
     _details: Json = field(default_factory=dict)
     _sequence: int = 0
@@ -258,27 +244,14 @@ class ResponseAnswer:
         }
 
     async def _events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
-        running = self.running
-        if running is not None:
-            running.open(self.head["id"], lambda: self.response)
-        try:
-            async with aclosing(until_set(steps, running.cancelled if running else None)) as watched:
-                async for prompt, delta in watched:
-                    for event in self._begin():
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                for event in self._begin():
+                    yield event
+                self.usage.take(prompt, delta)
+                for sample in delta.samples:
+                    for event in self._take(sample):
                         yield event
-                    self.usage.take(prompt, delta)
-                    for sample in delta.samples:
-                        for event in self._take(sample):
-                            yield event
-        finally:
-            if running is not None:
-                running.close()
-        for event in self._begin():
-            yield event
-        if not self.usage.ends:  # cancelled
-            for event in self.writer.finish(is_whole=False):
-                yield event
-            self._end("cancelled")
         yield {"type": "response.completed" if self._status == "completed" else "response.incomplete",
                "response": self.response}  # fmt: skip
 
@@ -311,8 +284,8 @@ class ResponseAnswer:
     def _end(self, status: str, **details: Any) -> None:
         self._status, self._details = status, details
         self._completed_at = int(time.time()) if status == "completed" else None
-        if self.running is not None:
-            self.running.keep(self.response)
+        if self.keep is not None:
+            self.keep(self.response)
 
     def _numbered(self, event: Json) -> Json:
         numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
@@ -362,34 +335,6 @@ def new_head(body: ResponsesBody, data: Mapping[str, Any], request: Request, mod
         "truncation": "disabled",
         "user": body.user,
     }
-
-
-async def until_set(steps: AsyncGenerator[Step, None], event: asyncio.Event | None) -> AsyncGenerator[Step, None]:
-    """The steps until ``event`` is set, which aborts the request."""
-    async with aclosing(steps):
-        if event is None:
-            async for step in steps:
-                yield step
-            return
-        stopped = asyncio.ensure_future(event.wait())
-        try:
-            while not event.is_set():
-                coming = asyncio.ensure_future(anext(steps))
-                try:
-                    await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not coming.done():
-                        coming.cancel()
-                        await asyncio.gather(coming, return_exceptions=True)
-                if coming.cancelled():
-                    return
-                try:
-                    step = coming.result()
-                except StopAsyncIteration:
-                    return
-                yield step
-        finally:
-            stopped.cancel()
 
 
 class OutputWriter:

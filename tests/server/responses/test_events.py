@@ -1,5 +1,5 @@
 """Streams of /v1/responses, event by event and field by field; responses that are not streamed; and stored responses:
-continued, read, deleted, cancelled, bounded, and separate for each key.
+continued, read, deleted, bounded, and separate for each key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from snapstream.server.http.errors import ApiError
 from snapstream.server.options import ServerSettings
-from snapstream.server.responses.protocol import ResponseStore, RunningResponse
+from snapstream.server.responses.protocol import ResponseStore
 from tests.server.app_client import AppClient, error_of
 from tests.server.fake_engine import ANSWER, FakeEngine
 from tests.server.templates import CALL, THOUGHT, named_events, prompt_of, template_client
@@ -265,9 +265,8 @@ def test_stored_ones_are_read_and_deleted() -> None:
         path = f"{PATH}/{last['id']}"
         assert (await http.get(path)).json() == last
         assert error_of(await http.get(path, params={"stream": "true"}), 400)["param"] == "stream"
-        assert error_of(await http.post(f"{path}/cancel"), 400)["param"] == "response_id"
         assert (await http.delete(path)).json() == {"id": last["id"], "object": "response", "deleted": True}
-        for again in (await http.get(path), await http.delete(path), await http.post(f"{path}/cancel")):
+        for again in (await http.get(path), await http.delete(path)):
             assert error_of(again, 404)["code"] == "response_not_found"
         unstored = await create(http, "hi", store=False)
         assert unstored["store"] is False
@@ -303,50 +302,6 @@ def test_items_are_referred_to() -> None:
     run(work)
 
 
-def test_the_input_of_a_response_is_listed() -> None:
-    async def work(http: AppClient, _: FakeEngine) -> None:
-        first = await create(http, "one")
-        second = await create(http, "two", first["id"])
-        path = f"{PATH}/{second['id']}/input_items"
-
-        async def page(**query: str) -> dict[str, Any]:
-            response = await http.get(path, params=query)
-            assert response.status_code == 200, response.text
-            data: dict[str, Any] = response.json()
-            return data
-
-        whole = await page(order="asc")
-        assert [item["content"][0]["text"] for item in whole["data"]] == ["one", ANSWER, "two"]
-        assert whole["data"][1] == first["output"][0] and whole["has_more"] is False
-        names = [item["id"] for item in whole["data"]]
-        assert len(set(names)) == 3 and (whole["first_id"], whole["last_id"]) == (names[0], names[2])
-        assert [item["id"] for item in (await page())["data"]] == names[::-1], "the last first"
-        some = await page(limit="1", after=names[2])
-        assert (some["data"][0]["id"], some["has_more"]) == (names[1], True)
-        for query in ({"limit": "0"}, {"limit": "9" * 5000}, {"order": "up"}, {"after": "x"}):
-            assert error_of(await http.get(path, params=query), 400)["param"] == next(iter(query))
-        assert error_of(await http.get(f"{PATH}/resp_1/input_items"), 404)["code"] == "response_not_found"
-
-    run(work)
-
-
-def test_a_running_response_is_cancelled() -> None:
-    async def work(http: AppClient, engine: FakeEngine) -> None:
-        streaming = asyncio.create_task(http.post(PATH, json={"input": "hi", "stream": True}))
-        await engine.hanging.wait()
-        response_id = engine.requests[0].request_id
-        path = f"{PATH}/{response_id}"
-        assert (await http.get(path)).json()["status"] == "in_progress"
-        assert (await http.post(f"{path}/cancel")).json()["status"] == "cancelled"
-        last = named_events((await streaming).text)[-1]
-        assert last["type"] == "response.incomplete" and last["response"]["status"] == "cancelled"
-        assert last["response"]["output"][0]["status"] == "incomplete"
-        assert engine.aborted == [response_id] and engine.num_running == 0
-        assert (await http.get(path)).json() == last["response"]
-
-    run(work, FakeEngine(hang_after=3))
-
-
 def test_a_client_that_leaves_stores_nothing() -> None:
     async def work(http: AppClient, engine: FakeEngine) -> None:
         leaving = asyncio.create_task(http.post(PATH, json={"input": "hi"}))
@@ -374,10 +329,8 @@ def test_each_key_sees_its_own() -> None:
 
 def test_the_store_is_bounded_in_number_and_bytes() -> None:
     def keep(store: ResponseStore, name: str, text: str, before: str | None = None, owner: bytes = b"") -> None:
-        slot = RunningResponse(
-            store, owner, store.before(before, owner), [{"role": "user", "content": text, "id": f"i_{name}"}]
-        )
-        slot.keep({"id": name, "output": []})
+        own = [{"role": "user", "content": text, "id": f"i_{name}"}]
+        store.keep({"id": name, "output": []}, owner, store.before(before, owner), own)
 
     def has_item(store: ResponseStore, name: str, owner: bytes = b"") -> bool:
         try:
