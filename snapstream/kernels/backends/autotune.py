@@ -185,12 +185,12 @@ def _fastest(case: Case) -> tuple[Version, str]:
         reasons = "; ".join(f"{name} {problem}" for name, problem in problems.items())
         raise ValueError(f"no prefill attention can serve here: {reasons}")
     timed = [version for version in serving if version.name != "reference"]  # which holds all scores
-    first = serving[0]
+    first, why = serving[0], "the one that can serve"
     if len(timed) > 1:
         times = race(timed, case, seconds, known())
-        return VERSIONS[winner(times)], f"by a trial at this start: {describe(times)}"
-    before = ORDER[: ORDER.index(first.name)]
-    return first, "; ".join(["the one that can serve", *(f"{name} {problems[name]}" for name in before[:_SHOWN])])
+        first, why = VERSIONS[winner(times)], f"by a trial at this start: {describe(times)}"
+    skipped = [f"{name} {problems[name]}" for name in ORDER[: ORDER.index(first.name)] if problems[name]]
+    return first, "; ".join([why, *skipped[:_SHOWN]])
 
 
 @lru_cache(maxsize=16)
