@@ -236,7 +236,6 @@ HEADING = f"{'test':<22} {'rows':>5} {'tokens/s':>24} {'of read rate':>13}"
 
 
 def line_of(result: Result) -> str:
-    """A line of the table."""
     rate = f"{result.mean:,.2f} ± {result.spread:,.2f}"
     share = "" if result.read_share is None else f"{result.read_share:.0%}"
     return f"{result.test:<22} {result.rows:>5} {rate:>24} {share:>13}".rstrip()

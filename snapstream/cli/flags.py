@@ -56,12 +56,10 @@ def number(text: str) -> float:
 
 
 def whole_option(help_text: str) -> Any:
-    """An option that takes a whole number."""
     return typer.Option(help=help_text, parser=whole_number, metavar="N")
 
 
 def number_option(help_text: str) -> Any:
-    """An option that takes a number."""
     return typer.Option(help=help_text, parser=number, metavar="X")
 
 

@@ -615,7 +615,6 @@ class ModelConfig:
         return self.full_heads is not None or self.kv_sources is not None
 
     def heads_of(self, layer: int) -> HeadSizes:
-        """Heads of keys and values of a layer."""
         own = HeadSizes(self.num_kv_heads, self.head_dim)
         return own if self.full_heads is None or self.layer_windows[layer] is not None else self.full_heads
 

@@ -343,7 +343,6 @@ class KVReceiver:
                 self._end(key, f"no sender came within {self._deadline_s:g} s")
 
     def _serve(self, sock: socket.socket, ticket: bytes, proof: bytes) -> None:
-        """Serve an authenticated connection."""
         with sock:
             connection, key = Connection(sock, self._deadline_s, self._binding), ticket.hex()
             try:

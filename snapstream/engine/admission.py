@@ -71,7 +71,6 @@ class FreeRows:
         return heappop(self._free[rank])
 
     def give(self, row: int) -> None:
-        """A row that was taken."""
         rank = row % len(self._free)
         self._num_used[rank] -= 1
         heappush(self._free[rank], row)

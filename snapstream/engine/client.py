@@ -124,7 +124,6 @@ class EngineClient:
 
     @property
     def has_readers(self) -> bool:
-        """Whether an open request has a reader."""
         return any(not reader.has_left for reader in list(self._open.values()))
 
     def check(self) -> None:

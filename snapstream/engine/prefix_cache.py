@@ -408,8 +408,6 @@ class PrefixStats:
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
-    """One queued request."""
-
     chain: Chain
     rest: bytes  # ids behind the last full block
     awaited: Node | None = None  # the last node that an open job or the disk fills for it
@@ -482,7 +480,6 @@ class PrefixLookup:
         )
 
     def arrive(self, live: LiveRequest) -> None:
-        """A request joins the queue."""
         if self._least <= live.num_tokens <= self._longest:
             chain = chain_of(live.request.prompt_token_ids, self._block_len)
             rest = live.request.prompt_token_ids[len(chain) * self._block_len :]

@@ -353,8 +353,6 @@ class LiveSample:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LiveRequest:
-    """One request."""
-
     request: Request
     budget: KVBudget
     selector: Selector
@@ -389,7 +387,6 @@ class LiveRequest:
         self.output.timings.queue_ms = (now - self.arrived) * 1e3
 
     def take_prefill(self, result: PrefillResult, now: float) -> None:
-        """The prompt is prefilled."""
         assert self.first_unit is not None
         self.first_token = now
         self.output.timings.prefill_ms = (now - self.first_unit) * 1e3
@@ -399,7 +396,6 @@ class LiveRequest:
             self.output.prompt_logprobs = result.prompt_logprobs
 
     def mark(self, now: float) -> None:
-        """Update the timings."""
         timings = self.output.timings
         timings.total_ms = (now - self.arrived) * 1e3
         if self.first_token is not None:

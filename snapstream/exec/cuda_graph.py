@@ -35,8 +35,6 @@ _WARM_UPS = 2  # runs before a capture, for libraries and autotuners
 
 
 class ProgramMaker(Protocol):
-    """Makes programs of functions."""
-
     def make(self, function: Callable[..., Out], *inputs: Tensor) -> Program[Out]: ...
 
 
@@ -129,8 +127,6 @@ def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The programs of a step."""
-
     maker: ProgramMaker
     buckets: tuple[int, ...]  # batch sizes, ascending
     samplers: tuple[SamplingNeeds, ...]  # of SAMPLERS

@@ -42,8 +42,6 @@ class RanksDiffer(RuntimeError):
 
 
 class RankRunner:
-    """The runner of one rank."""
-
     def __init__(self, runner: ModelRunner, group: Group, *, checks: bool) -> None:
         """``checks``: compare sampled tokens with the other ranks after every step, which makes the host wait."""
         self.runner, self._group, self._checks = runner, group, checks

@@ -81,7 +81,6 @@ class RowWriter:
         return [own] * len(entry.rows)
 
     def admit(self, entry: PrefillEntry) -> None:
-        """Start decode of the entry's rows."""
         if self.cache.heads is not None:
             self.cache.heads.admit(entry.rows, entry.budget, len(entry.token_ids))
         if self.reselector is not None:
@@ -206,8 +205,6 @@ class RowStates:
 
 
 class PromptProgress:
-    """State of one prompt of a job."""
-
     def __init__(self, entry: PrefillEntry, job_start: int, device: torch.device) -> None:
         self.entry = entry
         self.prompt_len = len(entry.token_ids)

@@ -53,8 +53,6 @@ class SideStream(Protocol):
 
 
 class CudaSideStream:
-    """The side stream of the current GPU."""
-
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
@@ -140,8 +138,6 @@ def _pieces(moves: PrefixMoves, first: int, count: int) -> Iterator[slice]:
 
 @dataclass(slots=True)
 class _Copies:
-    """Copies of one prompt in progress."""
-
     first_place: int  # of its first block in the bounce buffer
     loaded: Mark = None  # of the next layer's cached blocks
     saved: Mark = None  # of the last layer's new blocks
@@ -238,7 +234,6 @@ class DeviceMover(PrefixMover):
 
 
 def make_mover(blocks: PrefixBlocks, pool_tokens: int, device: torch.device) -> PrefixMover:
-    """The mover of a device."""
     if device.type != "cuda":
         return PrefixMover(blocks)
     return DeviceMover(blocks, pool_tokens, device, CudaSideStream())

@@ -76,7 +76,6 @@ class RowState:
         return self.num_tokens >= self.budget.capacity and self.num_decoded >= self.config.num_queries
 
     def fed(self) -> None:
-        """One more token was fed."""
         self.num_tokens += 1
         self.position += 1
         self.num_decoded += 1

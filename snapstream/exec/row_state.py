@@ -34,8 +34,6 @@ Number = bool | int | float
 
 
 class NewRow(NamedTuple):
-    """A row and the request that it goes to."""
-
     row: int
     sampling: SamplingParams
     seed: int

@@ -54,8 +54,6 @@ class BatchShard(NamedTuple):
 
 
 class RowPartition:
-    """The rows of one rank."""
-
     def __init__(self, num_rows: int, rank: int, num_ranks: int) -> None:
         self._num_rows, self._rank, self._num_ranks = num_rows, rank, num_ranks
         self.num_local = -(-num_rows // num_ranks)  # the same on every rank
@@ -66,7 +64,6 @@ class RowPartition:
         return tuple(self.num_local if row == self._num_rows else row // self._num_ranks for row in here)
 
     def owner(self, row: int) -> int:
-        """The rank that stores a row."""
         return row % self._num_ranks
 
     def shard(self, batch: RowPlaces) -> BatchShard:

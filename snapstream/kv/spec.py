@@ -122,7 +122,6 @@ class KVSpec:
 
     @classmethod
     def of(cls, model: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
-        """The caches of a model's layers."""
         return cls(
             layers=tuple(_layer_cache(model, index) for index in range(model.num_layers)),
             num_heads=model.num_heads,
@@ -227,7 +226,6 @@ class KVSpec:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of a row."""
         return sum(map(self.layer_state_bytes, range(self.num_layers)))
 
     @property
@@ -298,7 +296,6 @@ class KVSpec:
         return sum(numbers) + self._scales_bytes("slot", layer.num_kv_heads)
 
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers of a row."""
         return sum(map(self.slot_bytes, self._slot_layers))
 
     def scale_bytes(self) -> int:

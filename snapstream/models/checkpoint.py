@@ -54,8 +54,6 @@ FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")  # safetensors' names
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file."""
-
     file: Path
     shape: tuple[int, ...]
     dtype: str  # safetensors' name, e.g. "BF16"

@@ -202,7 +202,6 @@ class Decoder:
         return Decoder(self.config, self.weights, kernels, self.group)
 
     def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
-        """This rank's KV cache."""
         return kv_spec_of(self.shard, self._dtype_name, kv_dtype)
 
     def whole_kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:

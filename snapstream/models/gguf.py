@@ -416,7 +416,6 @@ class Shard:
         return sorted(own, key=lambda name: self._views[name].tensor.start)
 
     def read(self, name: str, place: tuple[slice, ...]) -> np.ndarray[Any, Any]:
-        """A slice of a tensor."""
         import numpy
 
         view = self._views[name]

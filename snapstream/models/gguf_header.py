@@ -52,8 +52,6 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of a file."""
-
     file: Path
     name: str
     shape: tuple[int, ...]  # as PyTorch counts: the numbers of a row last

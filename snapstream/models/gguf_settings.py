@@ -45,8 +45,6 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Model:
-    """A model in one or several files."""
-
     header: Header  # of the first, which has the settings
     architecture: Architecture
     tensors: Mapping[str, Tensor]  # of all, by their names in the files

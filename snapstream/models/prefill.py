@@ -143,7 +143,6 @@ class LayerPass:
         return torch.cat([self.hidden[end - 1 : end] for end in ends])
 
     def run(self) -> None:
-        """Run all remaining units."""
         for unit in range(self._next_unit, self.num_units):
             self.run_unit(unit)
 

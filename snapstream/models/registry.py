@@ -131,7 +131,6 @@ def _specs_in_own_formats(config: ModelConfig) -> TensorSpecs:
 
 
 def tensor_specs(config: ModelConfig) -> TensorSpecs:
-    """Every stored tensor of a model by name."""
     specs = _specs_in_own_formats(config) if config.stored.own else FAMILIES.get(config.architecture).tensors(config)
     return {**specs, **{name: replace(specs[name], is_float=True) for name in config.float_tensors}}
 

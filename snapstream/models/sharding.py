@@ -54,7 +54,6 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> WeightFormat:
-    """The storage format of a tensor."""
     plain = WeightFormats.of(spec.dtype or dtype).layers
     if formats is None or not spec.is_matrix or spec.is_dense or spec.is_float:
         return plain

@@ -66,7 +66,6 @@ class TensorSpec:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is a part of a layer's attention."""
         return self.per_layer and any(name.startswith(ATTENTION_NAMES) for name in self.parts)
 
     @property
@@ -480,7 +479,6 @@ def per_layer_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
-    """Every stored tensor of a model, by name."""
     latent = config.latent
     attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
     if len(config.attention_layers) < config.num_layers:

@@ -49,7 +49,6 @@ class StagingBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
         keys, values = (sum(own[side].nbytes for own in self._staged.values()) for side in range(2))
         expanded = self._expanded_keys.nbytes + self._expanded_values.nbytes
         return keys + (0 if self.spec.values_are_keys else values) + expanded + self.hidden.nbytes

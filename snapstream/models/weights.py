@@ -190,7 +190,6 @@ class DecoderWeights:
             self.fill(part.target, part.place, numbers)
 
     def layer(self, index: int) -> LayerWeights:
-        """Parameters of one layer, as views."""
         places = {}  # of this layer in the stacks
         for name, spec in tensor_specs(self.config).items():
             layers = spec.layers_of(self.config.num_layers)
@@ -219,8 +218,6 @@ def _by_base_name(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
 
 
 class LayerWeights:
-    """Views of one layer's weights by name."""
-
     def __init__(self, matrices: Mapping[str, Matrix], vectors: Mapping[str, Tensor]) -> None:
         self.matrices, self.vectors = matrices, vectors
 

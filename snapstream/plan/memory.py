@@ -306,8 +306,6 @@ def prefix_store_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftMemory:
-    """Bytes of a draft."""
-
     weight_bytes: int
     working_bytes: int  # at most, while it scores a text
 

@@ -100,8 +100,6 @@ DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of 
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """This machine."""
-
     device: str
     free_bytes: int  # now
     dtype: DType | None = None  # of its engine; None: the plan's
@@ -233,7 +231,6 @@ class _Planner:
         return engine_memory(self.model, self.config(budget, here))
 
     def row(self, name: str, budget: KVBudget) -> RowPlan:
-        """A line of the table."""
         memory, here, heads = self.memory(budget), self.here, self.config(budget).heads
         visible = (
             heads.of(budget, self.prompt_len).mean_visible(self.prompt_len)

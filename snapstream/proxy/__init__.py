@@ -317,8 +317,6 @@ def make_proxy(compressor: PromptCompressor, target: PreTrainedTokenizerBase | N
 
 
 class Proxy(Admission):
-    """The state of one application."""
-
     def __init__(
         self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, options: ProxyOptions
     ) -> None:

@@ -433,7 +433,6 @@ def _sampling(body: MessagesBody) -> dict[str, Any]:
 
 
 def _as_chat(body: CountBody) -> ChatBody:
-    """The request as a chat body."""
     messages = as_messages(body.system, body.messages)
     last = messages[-1]
     has_started = last["role"] == "assistant" and not last.get("tool_calls")  # the model continues it
@@ -459,7 +458,6 @@ class BlockWriter:
         self._is_open = False
 
     def take(self, events: Sequence[Event]) -> list[Json]:
-        """Parsed events as events of this API."""
         out: list[Json] = []
         for event in events:
             match event:
@@ -530,8 +528,6 @@ def _signed(signature: str) -> Json:
 
 @dataclass
 class MessageAnswer:
-    """The answer to one request."""
-
     message_id: str
     model: str
     reader: AnswerReader
@@ -541,7 +537,6 @@ class MessageAnswer:
     _stop_sequence: str | None = None
 
     async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
-        """The message as one object."""
         async with aclosing(self.events(steps)) as events:
             async for _ in events:
                 pass

@@ -111,12 +111,10 @@ def scoring_of(look_ahead: int | None, context_len: int | None, *, refuse_longer
 
 
 def chunks_of(chunk_len: int | None, **others: Any) -> ChunkSettings:
-    """Chunk settings from the flags of a command."""
     return ChunkSettings(chunk_len=0 if chunk_len is None else as_count("chunk_len", chunk_len, 1), **others)
 
 
 def protection_of(threshold: int | None) -> Protection:
-    """Protection from the flags of a command."""
     return Protection() if threshold is None else Protection(threshold=threshold)
 
 

@@ -142,7 +142,6 @@ def read_bandwidth(device: str = "cpu", repeats: int = 5) -> float:
 
 
 def machine_name(device: str = "cpu") -> str:
-    """The name of the processor or of the GPU."""
     if device.startswith("cuda"):
         import torch
 

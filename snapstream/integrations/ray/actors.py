@@ -158,8 +158,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request that has not ended."""
-
     caller: str
     num_rows: int
     queued_tokens: int  # of its prompt, until it has a token

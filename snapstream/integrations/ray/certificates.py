@@ -129,15 +129,11 @@ FOR_EVER = -1  # restarts, and calls that are made again
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one cluster."""
-
     secret: bytes
     authority: Identity
 
 
 class KeyKeeper:
-    """The actor that holds the keys."""
-
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
 

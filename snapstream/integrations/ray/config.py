@@ -91,7 +91,6 @@ class ReplicaSettings:
 
     @property
     def most(self) -> int:
-        """Maximum number of replicas."""
         return self.max_replicas or self.replicas
 
 
@@ -177,7 +176,6 @@ def read_config(path: Path) -> DeployConfig:
 
 
 def config_of(table: Any) -> DeployConfig:
-    """The config from the parsed file."""
     given = dict(_table("", table))
     sections: dict[str, Any] = {
         name: _make(kind, name, given.pop(name, {}))

@@ -47,8 +47,6 @@ from snapstream.types import QueueFull, Request, RowTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """A replica's load at this moment."""
-
     rows: int = 0  # that its engine has
     open_rows: int = 0  # asked for by its open requests; may be more than ``rows``
     queued_tokens: int = 0  # prompt tokens of requests without a generated token
@@ -90,8 +88,6 @@ class DeltaBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """A replica's state."""
-
     replica: str
     load: Load
     stats: EngineStats
@@ -405,7 +401,6 @@ class WatchedReplicas:
         self.metadata: EngineMetadata | None = None  # of the engine of the replica that reported last
 
     async def watch(self) -> None:
-        """Poll every replica, forever."""
         while True:
             await self.look()
             await asyncio.sleep(SOON_S if self.registry.unavailable_reasons else POLL_S)

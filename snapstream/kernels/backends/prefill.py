@@ -202,8 +202,6 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A kernel by name."""
-
     name: str
     attend: Attend
     why_not: Callable[[Case], str]  # what is missing for it; empty if nothing is

@@ -88,8 +88,6 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMetadata:
-    """The loaded engine."""
-
     model: str
     engine: EngineConfig
     architecture: ModelConfig

@@ -41,8 +41,6 @@ class Connection(Protocol):
 
 
 class Connections:
-    """The open connections of one server."""
-
     def __init__(self, most: int, most_per_address: int) -> None:
         self._most, self._most_per_address = most, most_per_address
         self._counts: Counter[str] = Counter()  # by address
@@ -156,8 +154,6 @@ class JoinedHead(h11.Connection):
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection."""
-
     guard: ConnectionGuard
     conn: JoinedHead
     address = ""

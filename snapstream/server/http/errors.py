@@ -154,7 +154,6 @@ class ApiError(Exception):
         return ErrorResponse(self, self.body_for(api))
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """A copy with the API's own names of fields."""
         param = self.param if self.param is None else names.get(self.param, self.param)
         return ApiError(
             self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers,

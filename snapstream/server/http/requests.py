@@ -229,7 +229,6 @@ class Admission:
         return bad_value(str(error), None) if isinstance(error, ValueError) else internal()
 
     async def handle(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
-        """Admit a request, do its work, and end it."""
         response: Response | None = None
         try:
             response = await self._run(context, work)

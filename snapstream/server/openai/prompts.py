@@ -114,8 +114,6 @@ def _patterns(spellings: Iterable[str]) -> list[re.Pattern[str]]:
 
 
 class Marks:
-    """The marks of one request."""
-
     def __init__(self, special: frozenset[int]) -> None:
         self._special = special
         number = secrets.token_hex(8)
@@ -201,8 +199,6 @@ PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of l
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A rendered conversation."""
-
     ids: tuple[int, ...]
     ending: str  # the last characters of its text, where templates may open or close reasoning
     prefix: str | None = None  # of the answer, where it is continued
@@ -411,7 +407,6 @@ class TokenText:
 
     @property
     def special(self) -> frozenset[str]:
-        """The texts of the special tokens."""
         return frozenset(self._added[token] for token in self._special if token in self._added)
 
     @property

@@ -194,7 +194,6 @@ class Answer(ABC):
         return len(delta.token_ids)
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
-        """The API's finish reason of a choice that has ended."""
         return reason.value
 
     async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:

@@ -205,8 +205,6 @@ Work = Callable[[dict[str, Any], AnswerContext], Coroutine[Any, Any, Response]] 
 
 
 class ServerState(Admission):
-    """The state of one application."""
-
     def __init__(
         self,
         engine: AsyncEngine,

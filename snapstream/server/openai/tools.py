@@ -171,7 +171,6 @@ def _allowed(choice: Mapping[str, Any], functions: Sequence[Function], is_single
 
 
 def _chosen(choice: Any, functions: Sequence[Function], place: str) -> Function:
-    """The function that a choice names."""
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     inner = choice.get(kind) if kind in ("function", "custom") else None
     name = inner.get("name") if isinstance(inner, Mapping) else None

@@ -75,7 +75,6 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """The page's files by name."""
     return {path.name: _read(path) for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES}
 
 

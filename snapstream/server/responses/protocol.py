@@ -366,8 +366,6 @@ class Stored:
 
 @dataclass(slots=True)
 class _KeyStore:
-    """The responses of one key."""
-
     responses: OrderedDict[str, Stored] = field(default_factory=OrderedDict)
     items: dict[str, Item] = field(default_factory=dict)  # by id, of all its conversations
     uses: Counter[str] = field(default_factory=Counter)  # how many conversations have an item of that id

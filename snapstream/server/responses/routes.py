@@ -197,8 +197,6 @@ def _as_chat(body: ResponsesBody, before: Sequence[Item], own: Sequence[Item]) -
 
 @dataclass
 class ResponseAnswer:
-    """The answer to one request."""
-
     head: Json  # members that do not change
     reader: AnswerReader
     writer: OutputWriter
@@ -212,7 +210,6 @@ class ResponseAnswer:
     _completed_at: int | None = None
 
     async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
-        """The response as one object."""
         async with aclosing(self._events(steps)) as events:
             async for _ in events:
                 pass
@@ -338,8 +335,6 @@ def new_head(body: ResponsesBody, data: Mapping[str, Any], request: Request, mod
 
 
 class OutputWriter:
-    """The output of one response."""
-
     def __init__(self, spaces: Mapping[str, Mapping[str, str]] | None = None) -> None:
         """``spaces``: name and namespace of tools in a namespace, by the name that the model sees."""
         self._spaces = spaces or {}
