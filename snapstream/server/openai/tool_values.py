@@ -11,6 +11,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +21,8 @@ from snapstream.server.openai.tool_format import CUSTOM_INPUT, Function, Grammar
 MAX_DEPTH = 32  # of lists in lists
 MAX_PARTS = 200  # of a schema that are searched for its types; a larger one allows any
 _TYPED = {"type", "const", "enum", "$ref", "anyOf", "oneOf", "properties"}
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<text>'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")|(?P<number>[-+]?(?:\d|\.\d)[\w.+-]*)"""
-    r"""|(?P<word>[A-Za-z_]\w*)|(?P<mark>[][{}(),:]))""",
-    re.DOTALL,
-)
 _HALF = re.compile("[\ud800-\udfff]")
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_JSON_WORDS = {"true": True, "false": False, "null": None}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -105,10 +101,35 @@ def literal_as_json(text: str) -> str:
 
 def read_literal(text: str) -> Any:
     """A Python or JSON value: numbers, texts, lists, tuples, dictionaries. ValueError for anything else."""
-    value, place = _value(text, 0, 0)
-    if text[place:].strip():
-        raise ValueError("more than one value")
-    return value
+    text = text.strip()
+    if text.startswith('"'):
+        with suppress(ValueError):
+            return json.loads(text, strict=False)
+    for source in (text, text.replace("\r", "\\r").replace("\n", "\\n")):  # a text may have line breaks of its own
+        try:
+            return _value(ast.parse(source, mode="eval").body, 0)
+        except (SyntaxError, RecursionError, MemoryError):
+            continue
+    raise ValueError("no value")
+
+
+def _value(node: ast.expr, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    match node:
+        case ast.Constant(value) if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        case ast.Name(name) if name in _JSON_WORDS:
+            return _JSON_WORDS[name]
+        case ast.UnaryOp(ast.USub() | ast.UAdd() as sign, ast.Constant(int() | float() as number)):
+            return -number if isinstance(sign, ast.USub) else number
+        case ast.List(items) | ast.Tuple(items):
+            return [_value(item, depth + 1) for item in items]
+        case ast.Dict(keys, items) if None not in keys:
+            read = [_value(key, depth + 1) for key in keys if key is not None]
+            names = [key if isinstance(key, str) else dumps(key) for key in read]
+            return dict(zip(names, [_value(item, depth + 1) for item in items], strict=True))
+    raise ValueError("no value")
 
 
 def dumps(value: Any) -> str:
@@ -135,82 +156,6 @@ def _fits(value: Any, kinds: frozenset[str]) -> bool:
 
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
-
-
-def _value(text: str, place: int, depth: int) -> tuple[Any, int]:
-    found = _TOKEN.match(text, place)
-    if found is None or depth > MAX_DEPTH:
-        raise ValueError("no value")
-    place = found.end()
-    if found["text"]:
-        return _text(found["text"]), place
-    if found["number"]:
-        return json.loads(_number(found["number"]), parse_constant=_refuse), place
-    if found["word"]:
-        if found["word"] not in _WORDS:
-            raise ValueError(f"unknown word {found['word']}")
-        return _WORDS[found["word"]], place
-    if found["mark"] in ("[", "("):
-        return _list(text, place, depth, "]" if found["mark"] == "[" else ")")
-    if found["mark"] == "{":
-        return _dict(text, place, depth)
-    raise ValueError("no value")
-
-
-def _text(quoted: str) -> str:
-    if quoted[0] == '"':
-        try:
-            return str(json.loads(quoted, strict=False))
-        except ValueError:
-            pass
-    try:
-        value = ast.literal_eval(quoted.replace("\r", "\\r").replace("\n", "\\n"))
-    except (SyntaxError, ValueError) as error:
-        raise ValueError("no text") from error
-    return str(value)
-
-
-def _number(text: str) -> str:
-    """As JSON has it: no sign and no point at the ends, no underscores."""
-    text = text.replace("_", "").removeprefix("+")
-    text = re.sub(r"^(-?)\.", r"\g<1>0.", text)
-    return re.sub(r"\.(?=$|[eE])", ".0", text)
-
-
-def _mark(text: str, place: int, *wanted: str) -> tuple[str, int]:
-    found = _TOKEN.match(text, place)
-    if found is None or found["mark"] not in wanted:
-        raise ValueError(f"{' or '.join(wanted)} is missing")
-    return found["mark"], found.end()
-
-
-def _list(text: str, place: int, depth: int, end: str) -> tuple[list[Any], int]:
-    values: list[Any] = []
-    while not (closes := _closes(text, place, end)):
-        value, place = _value(text, place, depth + 1)
-        values.append(value)
-        mark, place = _mark(text, place, ",", end)
-        if mark == end:
-            return values, place
-    return values, closes
-
-
-def _dict(text: str, place: int, depth: int) -> tuple[dict[str, Any], int]:
-    values: dict[str, Any] = {}
-    while not (closes := _closes(text, place, "}")):
-        key, place = _value(text, place, depth + 1)
-        _, place = _mark(text, place, ":")
-        values[key if isinstance(key, str) else dumps(key)], place = _value(text, place, depth + 1)
-        mark, place = _mark(text, place, ",", "}")
-        if mark == "}":
-            return values, place
-    return values, closes
-
-
-def _closes(text: str, place: int, end: str) -> int:
-    """The end of ``end`` if it comes next, else 0."""
-    found = _TOKEN.match(text, place)
-    return found.end() if found is not None and found["mark"] == end else 0
 
 
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")  # not enforced in a raw text
