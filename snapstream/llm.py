@@ -9,7 +9,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from snapstream.calibration import automatic_heads
 from snapstream.config import Budget, EngineOptions, Selector, as_kind, as_number, make_selector
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import EngineThread
@@ -98,6 +97,8 @@ class LLM:
         self.model_config = read_model_config(model)
         about_heads = ""
         if options.has_automatic_heads:
+            from snapstream.calibration import automatic_heads  # loads torch
+
             options, about_heads = automatic_heads(Path(model), self.model_config, options, progress=progress)
             self.options = options
         # Decided before anything is loaded, so that impossible settings are refused at once.
