@@ -158,7 +158,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--look-ahead", type=int, default=8)
     parser.add_argument("--context-len", type=int, default=0, help="what the draft reads at once; 0: the model's limit")
-    parser.add_argument("--snap", choices=["none", "word", "sentence", "line"], default=None)
+    parser.add_argument("--snap", choices=["none", "word", "line"], default=None)
     parser.add_argument("--chunk-len", type=int, default=0)
     parser.add_argument("--delimiter", default=" ... ", help="between pieces; tiny models have never seen a [...]")
     parser.add_argument("--max-rows", type=int, default=8)

@@ -93,7 +93,7 @@ def shorten(source: str, flags: CompressFlags, draft: DraftFlags, *, out: TextIO
     check_amount(keep, flags.max_tokens)  # before a model is loaded
     compressor = PromptCompressor(
         draft.folder,
-        scoring=scoring_of(flags.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer),
+        scoring=scoring_of(flags.look_ahead, draft.context_len),
         chunks=chunks_of(draft.chunk_len, mode=flags.mode, snap=flags.snap, delimiter=flags.delimiter),
         dtype=draft.dtype,
         device=draft.device,
@@ -162,7 +162,7 @@ def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
     set_up_log("text")
     for name in ("httpx", "httpcore"):  # httpx logs whole URLs, and a query may hold a key
         logging.getLogger(name).setLevel(logging.WARNING)
-    scoring = scoring_of(options.look_ahead, draft.context_len, refuse_longer=draft.refuse_longer)
+    scoring = scoring_of(options.look_ahead, draft.context_len)
     chunks = chunks_of(draft.chunk_len)
 
     def load() -> tuple[PromptCompressor, PreTrainedTokenizerBase | None]:

@@ -256,9 +256,6 @@ class DraftFlags:
     context_len: int | None = setting(
         None, "Draft tokens read at once; longer texts in overlapping passages. Default: the model's limit."
     )
-    refuse_longer: bool = setting(
-        False, "Refuse texts that are longer than the draft's context.", flag="--refuse-longer"
-    )
     dtype: DType = setting("float32", "Dtype of the draft's weights.")
     device: str = setting("cpu", "Torch device of the draft.")
 

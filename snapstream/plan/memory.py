@@ -324,7 +324,7 @@ def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType,
     spec, chunk_len = kv_spec_of(model, dtype), min(num_prefill_tokens(kind), context_len)
     held, num_queries = spec.staging_bytes(context_len), settings.look_ahead or OWN_QUERIES
     if settings.look_ahead:
-        num = 1 if settings.long_texts == "refuse" else num_passages(kind)
+        num = num_passages(kind)
         held += num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * num_queries)
         held += _step_bytes(model, KVBudget.full(context_len), num, dtype, kind)
     hidden = context_len * model.hidden_size * DTYPE_BYTES[dtype]

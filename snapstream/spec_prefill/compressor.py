@@ -30,7 +30,7 @@ from snapstream.config import DType, as_count, as_kind
 from snapstream.models.chat_template import render_chat
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.spec_prefill.draft import Draft, chunk_means
-from snapstream.spec_prefill.protection import Candidate, Cutter, Span, candidates, check_spans, chunk_spans
+from snapstream.spec_prefill.protection import Candidate, Cutter, Span, candidates, chunk_spans
 from snapstream.spec_prefill.settings import (
     ChunkSettings,
     PromptCompression,
@@ -294,17 +294,14 @@ def _as_fed(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> li
         ]
 
 
-Spans = Sequence[Span] | Mapping[int, Sequence[Span]]
-
-
 def kept_tokens(scored: Sequence[ScoredText], choice: Choice) -> list[int]:
     """Draft tokens of the chosen chunks of each text."""
     return [sum(own.chunk_tokens[i] for i in chosen) for own, chosen in zip(scored, choice, strict=True)]
 
 
 def kept_spans(candidate: Candidate, own: ScoredText, kept: set[int]) -> list[Span]:
-    """Characters of the candidate's text that stay: kept chunks, what was never a candidate, forced spans."""
-    always = [(0, candidate.start), (candidate.end, len(candidate.text)), *candidate.forced]
+    """Characters of the candidate's text that stay: kept chunks, and what was never a candidate."""
+    always = [(0, candidate.start), (candidate.end, len(candidate.text))]
     return own.cutter.spans(candidate.text, [own.chunks[i] for i in kept], always)
 
 
@@ -329,23 +326,6 @@ def with_texts(
             content[candidate.part] = {**content[candidate.part], "text": text}
         out[candidate.message] = {**message, "content": content}
     return out
-
-
-def with_forced(messages: Sequence[Mapping[str, Any]], found: list[Candidate], spans: Spans) -> list[Candidate]:
-    """The candidates with their ``keep_spans``; those of messages that are not cut are kept anyway."""
-    if not spans:
-        return found
-    if not isinstance(spans, Mapping):
-        raise ValueError("keep_spans is a list; for messages it must map the index of a message to its spans")
-    for index in spans:
-        if index not in range(len(messages)):
-            raise ValueError(f"keep_spans names message {index!r}; there are {len(messages)}, from 0")
-        if not isinstance(messages[index].get("content"), str):
-            raise ValueError(f"keep_spans names message {index}, whose content is not one text")
-    return [
-        one if one.message is None else replace(one, forced=check_spans(spans.get(one.message, ()), len(one.text)))
-        for one in found
-    ]
 
 
 def text_report(candidate: Candidate, own: ScoredText, kept: set[int]) -> TextReport:
@@ -423,7 +403,6 @@ class PromptCompressor:
         max_tokens: int | None = None,
         target_tokenizer: PreTrainedTokenizerBase | str | Path | None = None,
         query: str | None = None,
-        keep_spans: Spans = (),
         threshold: int | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> CompressedText:
@@ -433,8 +412,8 @@ class PromptCompressor:
         for the whole prompt - delimiters, protected text, template and ``tools`` included - that the result never
         exceeds. Exactly one of them. ``target_tokenizer``: the target's, or its folder; without it the draft's own
         tokens are counted. ``query``: what will be asked about a plain text, or overrides what the conversation asks;
-        the draft reads it, the result does not contain it. ``keep_spans``: character ranges that stay verbatim; for
-        messages a mapping from their index. ``threshold`` overrides ``Protection.threshold``.
+        the draft reads it, the result does not contain it. ``threshold`` overrides
+        ``Protection.threshold``.
 
         Raises ValueError for wrong arguments, for a ceiling that the protected text alone exceeds, and for a text
         beyond the draft's context if such texts are refused.
@@ -445,14 +424,12 @@ class PromptCompressor:
         counter = TokenCounter(self._target(target_tokenizer))
         _check_prompt(prompt)
         if isinstance(prompt, str):
-            if isinstance(keep_spans, Mapping):
-                raise ValueError("keep_spans is a mapping; a plain text takes a list of (start, end)")
-            after, forced = f"\n\n{query}" if query else "", check_spans(keep_spans, len(prompt))
-            whole = Candidate(text=prompt, start=0, end=len(prompt), after=after, as_chat=bool(query), forced=forced)
+            after = f"\n\n{query}" if query else ""
+            whole = Candidate(text=prompt, start=0, end=len(prompt), after=after, as_chat=bool(query))
             text, report = self._shorten(prompt, [whole], lambda texts: texts[0], counter.text, amount)
             return CompressedText(text=text, report=report)
         messages = [dict(message) for message in prompt]
-        found = with_forced(messages, candidates(messages, self.protection, self.draft.count_tokens), keep_spans)
+        found = candidates(messages, self.protection, self.draft.count_tokens)
         if query:
             found = [replace(candidate, after=f"\n\n{query}") for candidate in found]
         return self._shorten_messages(messages, messages, found, counter, tools, amount)

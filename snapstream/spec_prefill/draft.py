@@ -373,11 +373,6 @@ class Draft:
         room = limit - settings.look_ahead - around
         if text.num_tokens <= room:
             return token_scores(self.decoder, text.ids, settings)[text.first : text.stop], 1
-        if settings.long_texts == "refuse":
-            raise ValueError(
-                f"the draft reads {limit} tokens, {settings.look_ahead} of them ahead; this text has "
-                f"{text.num_tokens} and {around} around it, and longer texts are to be refused"
-            )
         if room < 2:
             raise ValueError(f"{around} tokens around the text leave no room among the {limit} that the draft reads")
         head, tail = text.ids[: text.first], text.ids[text.stop :]

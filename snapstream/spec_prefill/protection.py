@@ -24,9 +24,8 @@ from typing import Any
 
 from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, Snap
 
-_LIMITS: dict[str, int] = {"word": 48, "sentence": 400, "line": 800}  # characters; farther borders are ignored
+_LIMITS: dict[str, int] = {"word": 48, "line": 800}  # characters; farther borders are ignored
 _JOINER = "\u200d"
-_SENTENCE_END = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？]|\n")
 _DEFINITION = re.compile(
     r"[ \t]*((export|public|private|protected|static|async|pub|final|abstract|override|inline|default|unsafe)[ \t]+)*"
     r"(def|class|fn|func|function|interface|struct|enum|trait|impl|module|namespace|type|object|record)\b"
@@ -84,8 +83,6 @@ def grow(text: str, start: int, end: int, snap: Snap, *, is_code: bool = False) 
         if is_code and left is not None:
             left = _definition_start(text, left)
         start, end = _within(start, left), _within(end, right)
-    elif snap == "sentence":
-        start, end = _within(start, _sentence_start(text, start)), _within(end, _sentence_end(text, end))
     if snap != "none":
         start, end = _word(text, start, -1), _word(text, end, 1)
     while not is_whole(text, start):
@@ -124,23 +121,6 @@ def _line_end(text: str, i: int) -> int | None:
     found = text.find("\n", i, high)
     if found >= 0:
         return found + 1
-    return len(text) if high >= len(text) else None
-
-
-def _sentence_start(text: str, i: int) -> int | None:
-    low = max(0, i - _LIMITS["sentence"])
-    # One character more than the span's start, so that an end of sentence right before it is seen.
-    ends = [match.end() for match in _SENTENCE_END.finditer(text, low, i) if match.end() <= i]
-    if ends:
-        return ends[-1]
-    return 0 if low == 0 else None
-
-
-def _sentence_end(text: str, i: int) -> int | None:
-    low, high = max(0, i - 8), i + _LIMITS["sentence"]
-    for match in _SENTENCE_END.finditer(text, low, min(high, len(text))):
-        if match.end() >= i:
-            return match.end()
     return len(text) if high >= len(text) else None
 
 
@@ -238,15 +218,6 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     return out
 
 
-def check_spans(spans: Iterable[Span], text_len: int) -> tuple[Span, ...]:
-    """Spans that a caller wants kept, merged; ValueError for one outside the text."""
-    spans = [(int(start), int(end)) for start, end in spans]
-    for start, end in spans:
-        if not 0 <= start <= end <= text_len:
-            raise ValueError(f"keep span ({start}, {end}) lies outside the text of {text_len} characters")
-    return tuple(merged(spans))
-
-
 MAX_REQUEST = 2000  # characters of a request that the draft reads after another text: the last ones
 Count = Callable[[str], int]
 
@@ -262,7 +233,6 @@ class Candidate:
     as_chat: bool = False
     message: int | None = None
     part: int | None = None
-    forced: tuple[Span, ...] = ()  # characters that a caller wants kept
 
     @property
     def body(self) -> str:

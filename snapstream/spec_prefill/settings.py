@@ -15,8 +15,7 @@ from snapstream.config.engine import setting
 from snapstream.exec.executors import why_not_looped
 
 Mode = Literal["text", "code", "auto"]
-LongTexts = Literal["overlap", "refuse"]
-Snap = Literal["none", "word", "sentence", "line"]
+Snap = Literal["none", "word", "line"]
 
 CHUNK_LEN = {"text": 32, "code": 128}  # draft tokens per chunk, as published
 POOL_KERNEL = 13  # odd width of the average over adjacent keys, stride 1, zero padding; as published
@@ -54,14 +53,12 @@ class ScoringSettings:
         8  # queries that score: the last of the prompt, then greedy tokens; 0: the prompt's last OWN_QUERIES
     )
     ignore_eos: bool = False  # go on past the draft's end token; else the queries up to it score
-    long_texts: LongTexts = "overlap"  # longer than the context: in overlapping passages, or refused
-    context_len: int = 0  # tokens that the draft reads at once; 0: its model's limit
+    context_len: int = 0  # tokens that the draft reads at once, longer texts in passages; 0: its model's limit
     overlap: int = 256  # tokens that consecutive passages share
 
     def __post_init__(self) -> None:
         for name, low in (("look_ahead", 0), ("context_len", 0), ("overlap", 0)):
             object.__setattr__(self, name, as_count(name, getattr(self, name), low))
-        check_choice("long_texts", self.long_texts, ("overlap", "refuse"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +74,7 @@ class ChunkSettings:
         check_choice("mode", self.mode, ("text", "code", "auto"))
         object.__setattr__(self, "chunk_len", as_count("chunk_len", self.chunk_len, 0))
         if self.snap is not None:
-            check_choice("snap", self.snap, ("none", "word", "sentence", "line"))
+            check_choice("snap", self.snap, ("none", "word", "line"))
         if self.delimiter is not None and not self.delimiter:
             raise ValueError("delimiter is empty; a reader could not see that text is missing")
 
@@ -102,9 +99,9 @@ class Protection:
             raise ValueError(f"roles has {unknown[0]!r}; only 'user', 'assistant' and 'tool' messages may be cut")
 
 
-def scoring_of(look_ahead: int | None, context_len: int | None, *, refuse_longer: bool = False) -> ScoringSettings:
+def scoring_of(look_ahead: int | None, context_len: int | None) -> ScoringSettings:
     """Settings from the flags of a command; None is the default. A context of 0 tokens is refused."""
-    settings = ScoringSettings(long_texts="refuse" if refuse_longer else "overlap")
+    settings = ScoringSettings()
     if look_ahead is not None:
         settings = replace(settings, look_ahead=look_ahead)
     return settings if context_len is None else replace(settings, context_len=as_count("context_len", context_len, 1))

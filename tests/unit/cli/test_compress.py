@@ -111,7 +111,6 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--context-len", "0"], ["context_len", "0"]),
         (["--context-len", "9"], ["context_len is 9", "needs 10"]),
         (["--context-len", "999999"], ["context_len is 999999", "the draft reads at most"]),
-        (["--context-len", "300", "--refuse-longer"], ["reads 300 tokens", "longer texts are to be refused"]),
         (["--messages"], ["--messages needs"]),
     ],
 )

@@ -297,8 +297,6 @@ def test_passages_that_look_ahead_together_are_held_together() -> None:
     gpu = draft_memory(model, settings, dtype="bfloat16", device="cuda:0")
     assert 4 * held < gpu.working_bytes < 4.3 * held
     assert held < draft_memory(model, settings, dtype="bfloat16", device="cpu").working_bytes < 1.2 * held
-    whole = draft_memory(model, ScoringSettings(long_texts="refuse"), dtype="bfloat16", device="cuda")
-    assert (16 + 16 / 28) * held < whole.working_bytes < 17.2 * held  # one text of 131,072, and a layer of it staged
 
 
 R1 = replace(model_config_from_dict(DEEPSEEK_V3), stored=StoredWeights(quantized=WeightFormat(dtype="fp8")))

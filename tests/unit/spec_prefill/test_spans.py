@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from snapstream.spec_prefill.protection import (
     Cutter,
-    check_spans,
     chunk_spans,
     code_delimiter,
     grow,
@@ -73,7 +72,7 @@ def test_chunks_tile_the_text(text: str, name: str, size: int) -> None:
     name=st.sampled_from(list(TOKENIZERS)),
     size=st.integers(1, 6),
     mode=st.sampled_from(["text", "code", "auto"]),
-    snap=st.sampled_from([None, "none", "word", "sentence", "line"]),
+    snap=st.sampled_from([None, "none", "word", "line"]),
     data=st.data(),
 )
 def test_kept_text_is_verbatim_and_in_order(text, name, size, mode, snap, data) -> None:  # type: ignore[no-untyped-def]
@@ -121,7 +120,6 @@ def test_whole_characters(text: str, whole: list[int]) -> None:
     [
         ("none", "cond sen"),
         ("word", "Second sentence"),
-        ("sentence", "Second sentence here. "),
         ("line", "First one. Second sentence here. Third.\n"),
     ],
 )
@@ -168,10 +166,3 @@ def test_code_is_recognised() -> None:
     assert code_delimiter(PYTHON) == "\n# omitted\n" and code_delimiter(C) == "\n// omitted\n"
     assert Cutter(ChunkSettings(mode="auto"), PYTHON).chunk_len == 128
     assert Cutter(ChunkSettings(mode="auto"), PROSE).chunk_len == 32
-
-
-def test_keep_spans_outside_the_text_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(3, 11\).*10 characters"):
-        check_spans([(3, 11)], 10)
-    with pytest.raises(ValueError, match=r"\(5, 3\)"):
-        check_spans([(5, 3)], 10)
