@@ -48,7 +48,6 @@ def _table_line(row: RowPlan) -> tuple[str, ...]:
         _format_rate(row.max_rows) if row.max_rows >= 1e6 else f"{row.max_rows:,}" if fits else "none",
         _format_rate(row.tokens_per_s_one),
         _format_rate(row.tokens_per_s_max) if fits else "-",
-        *([] if row.rows_here is None else [f"{row.rows_here:,}" if row.rows_here else "none"]),
     )
 
 
@@ -159,7 +158,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     for label, text in _fixed_costs(plan):
         _print_line(console, f"{label:<{len(_INDENT)}}", text)
     titles = ["slots", "row", "of\nfull", "rows\nthat fit", "tok/s\n1 row", "tok/s\nall rows"]
-    table = _table([*titles, "auto\nhere"] if plan.here is not None else titles)
+    table = _table(titles)
     for row in plan.rows:
         table.add_row(*_table_line(row))
     console.print()
@@ -168,11 +167,6 @@ def print_plan(plan: Plan, console: Console) -> None:
     _print_line(console, "tok/s    ", "the bound set by bytes read per step, not a measurement")
     sizes = ", ".join(f"{format_bytes(row.transfer_bytes)} ({_row_name(row)})" for row in plan.rows)
     _print_line(console, "transfer ", f"with --role, host memory on either side during a KV transfer: {sizes}")
-    if plan.here is not None:
-        free = format_bytes(plan.here.free_bytes)
-        _print_line(
-            console, "auto     ", f"rows of --max-rows auto on this machine now ({plan.here.device}, {free} free)"
-        )
 
 
 def _print_line(console: Console, label: str, text: str) -> None:
@@ -208,12 +202,12 @@ class PlanFlags:
     draft_context_len: int | None = setting(None, "With --draft: tokens it reads at once. Default: the model's limit.")
     device: str | None = setting(
         None,
-        "Device to plan for; cpu is this machine's. Default: a GPU, which need not be present.",
+        "Device of this machine to plan for. Default: a GPU, which need not be present.",
         metavar="cpu|cuda",
     )
     dtype: DType | None = setting(None, "Dtype of the computation. Default: bfloat16; float32 with --device cpu.")
     memory: str | None = setting(
-        None, "Device memory, e.g. 80GiB, 24GB. Default: 80GiB; on a CPU, what is free now.", metavar="SIZE"
+        None, "Device memory, e.g. 80GiB, 24GB. Default: 80GiB; with --device, what is free now.", metavar="SIZE"
     )
     bandwidth: str | None = setting(
         None, "Memory bandwidth, e.g. 900GB/s. Default: 3.35TB/s; 50GB/s for a CPU.", metavar="RATE"
@@ -258,14 +252,14 @@ def plan(
     from snapstream.config.values import parse_bandwidth, parse_bytes
     from snapstream.models.registry import read_model_config
     from snapstream.plan.fit import with_speculator
-    from snapstream.plan.plan import Device, Here, make_plan
+    from snapstream.plan.plan import Device, make_plan
     from snapstream.startup.measure import check_device, device_memory
 
     on_cpu = flags.device == "cpu"
     engine = replace(engine, device=flags.device or "cpu", dtype=flags.dtype or ("float32" if on_cpu else "bfloat16"))
     check_device(engine.device)
-    free_bytes, _ = device_memory(engine.device)
-    memory, bandwidth = flags.memory or "80GiB", flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
+    free_bytes = device_memory(engine.device)[0] if flags.device is not None and flags.memory is None else None
+    bandwidth = flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
     result = make_plan(
         read_model_config(local_folder(config, config_only=True)),
         with_speculator(engine, config_only=True),
@@ -273,14 +267,8 @@ def plan(
         prompt_len=flags.prompt_len,
         gpu=Device(
             kind="cpu" if on_cpu else "cuda",
-            memory_bytes=free_bytes if on_cpu and flags.memory is None else parse_bytes(memory),
+            memory_bytes=parse_bytes(flags.memory or "80GiB") if free_bytes is None else free_bytes,
             bandwidth_bytes_per_s=parse_bandwidth(bandwidth),
-        ),
-        # A CPU computes in float32 unless another dtype was asked for.
-        here=Here(
-            device=engine.device,
-            free_bytes=free_bytes,
-            dtype=flags.dtype or ("float32" if engine.device == "cpu" else None),
         ),
         draft=_draft_memory(flags, engine),
     )

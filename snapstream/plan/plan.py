@@ -45,7 +45,7 @@ from snapstream.models.sharding import (
     rank_config,
     tensor_bytes,
 )
-from snapstream.plan.fit import auto_rows, engine_config, resolve_formats
+from snapstream.plan.fit import engine_config, resolve_formats
 from snapstream.plan.memory import (
     DraftMemory,
     EngineMemory,
@@ -99,13 +99,6 @@ DEFAULT_FRACTIONS = (2, 4, 8, 16)  # budgets of the default table: this part of 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Here:
-    device: str
-    free_bytes: int  # now
-    dtype: DType | None = None  # of its engine; None: the plan's
-
-
-@dataclass(frozen=True, kw_only=True)
 class Device:
     """The device that is planned for, by default a GPU of 80 GiB."""
 
@@ -127,7 +120,6 @@ class RowPlan:
     tokens_per_s_one: float  # byte bound, one row decoding
     tokens_per_s_max: float  # byte bound, max_rows rows decoding; 0 if none fits
     transfer_bytes: int  # host memory of a KV transfer of the planned prompt's row, on either side
-    rows_here: int | None = None  # what --max-rows auto gives on this machine; 0 where not one row fits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +137,6 @@ class Plan:
     max_model_len: int
     chunk_len: int  # of a prompt of prompt_len
     short_chunk_len: int  # of a short prompt
-    here: Here | None
     memory_bytes: int
     bandwidth_bytes_per_s: int
     weight_bytes: int
@@ -188,10 +179,9 @@ class _Planner:
         prompt_len: int,
         max_model_len: int,
         gpu: Device,
-        here: Here | None,
         draft: DraftMemory | None,
     ) -> None:
-        self.model, self.options, self.gpu, self.here = model, options, gpu, here
+        self.model, self.options, self.gpu = model, options, gpu
         self.prompt_len, self.max_model_len = prompt_len, max_model_len
         self.formats, self.kv_dtype = resolve_formats(model, options, device=gpu.kind)
         self.stored = rank_config(model, options.parallel, formats=self.formats)
@@ -211,11 +201,9 @@ class _Planner:
                 self.options.reselection.check_budget(budget)
         return budgets
 
-    def config(self, budget: KVBudget, here: Here | None = None) -> EngineConfig:
-        """Config of an engine with such rows, on the planned device or on this machine."""
-        options, device = self.options, self.gpu.kind if here is None else here.device
-        if here is not None and here.dtype is not None:
-            options = replace(options, dtype=here.dtype)
+    def config(self, budget: KVBudget) -> EngineConfig:
+        """Config of an engine with such rows."""
+        options, device = self.options, self.gpu.kind
         config = partial(
             engine_config, self.model, max_model_len=self.max_model_len, device=device,
             reserved_bytes=self._reserved_bytes,
@@ -226,12 +214,12 @@ class _Planner:
         full = config(replace(options, reselection=None, heads=None), budget)
         return replace(full, kv_dtype=resolve_formats(self.model, options, device=device)[1])
 
-    def memory(self, budget: KVBudget, here: Here | None = None) -> EngineMemory:
+    def memory(self, budget: KVBudget) -> EngineMemory:
         """Memory of that engine."""
-        return engine_memory(self.model, self.config(budget, here))
+        return engine_memory(self.model, self.config(budget))
 
     def row(self, name: str, budget: KVBudget) -> RowPlan:
-        memory, here, heads = self.memory(budget), self.here, self.config(budget).heads
+        memory, heads = self.memory(budget), self.config(budget).heads
         visible = (
             heads.of(budget, self.prompt_len).mean_visible(self.prompt_len)
             if heads
@@ -253,7 +241,6 @@ class _Planner:
             tokens_per_s_one=bandwidth / (one + read),
             tokens_per_s_max=max_rows * bandwidth / (all_rows + rank_rows * read),
             transfer_bytes=row_sizes(self.model, self.config(budget)).row_bytes(self.prompt_len, budget),
-            rows_here=None if here is None else auto_rows(self.memory(budget, here), here.free_bytes),
         )
 
 
@@ -288,20 +275,17 @@ def make_plan(
     budgets: Sequence[int] = (),
     prompt_len: int | None = None,
     gpu: Device | None = None,
-    here: Here | None = None,
     draft: DraftMemory | None = None,
 ) -> Plan:
     """Cost of full rows and of each of ``budgets`` (slots); without budgets, of the default table.
 
     ``prompt_len`` defaults to the model's context, at most 131,072; ``options.max_model_len``, the capacity of a full
-    row, to ``prompt_len``. The options' own budget, rows and device are ignored: the lines are for ``gpu``, one column
-    for ``here``. KV re-selection applies to rows with budgets only.
+    row, to ``prompt_len``. The options' own budget, rows and device are ignored: the lines are for ``gpu``. KV
+    re-selection applies to rows with budgets only.
     """
     options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
     prompt_len, max_model_len = _lengths(model, options, prompt_len)
-    if options.tensor_parallel > 1:
-        here = None  # the number of devices here is unknown
-    planner = _Planner(model, options, prompt_len, max_model_len, gpu, here, draft)
+    planner = _Planner(model, options, prompt_len, max_model_len, gpu, draft)
     full = KVBudget.full(max_model_len)
     chunking = planner.config(full).chunking
     chunk_len = job_chunk_len(chunking, prompt_len)
@@ -326,7 +310,6 @@ def make_plan(
         max_model_len=max_model_len,
         chunk_len=chunk_len,
         short_chunk_len=chunking.chunk_len,
-        here=here,
         memory_bytes=gpu.memory_bytes,
         bandwidth_bytes_per_s=gpu.bandwidth_bytes_per_s,
         weight_bytes=of_full.weight_bytes,
