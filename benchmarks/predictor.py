@@ -28,14 +28,14 @@ from snapstream.config import (
     ParallelConfig,
     WeightFormats,
 )
-from snapstream.kv.spec import State
-from snapstream.models.registry import kv_spec_of
+from snapstream.kv.spec import KVSpec, State, Window
+from snapstream.models.registry import kv_spec_of, tensor_specs
 from snapstream.models.sharding import (
     active_parameters,
     decode_weight_bytes,
     layer_parameters,
-    layers_read_bytes,
     rank_config,
+    tensor_bytes,
 )
 from snapstream.plan.memory import split_heads
 
@@ -141,7 +141,7 @@ class Predictor:
         spec = kv_spec_of(stored if is_dp else own, self.dtype, self.kv_dtype)
         rows = -(-num_rows // size) if is_dp else num_rows
         num_tokens = visible_slots if num_tokens is None else num_tokens
-        flop = rows * spec.attention_flop(visible_slots, num_tokens)
+        flop = rows * attention_flop(spec, visible_slots, num_tokens)
         hidden = num_rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         logits = num_rows * self.model.vocab_size * DTYPE_BYTES[self.dtype]
         layers = self.model.num_layers
@@ -176,7 +176,7 @@ class Predictor:
                 continue
             window = own.layer_windows[layer] or num_tokens
             pairs = _num_pairs(num_tokens, window) - _num_pairs(num_restored, window)
-            flop += pairs * (4 * spec.num_heads * spec.expanded_dim or spec.pair_flop(layer))
+            flop += pairs * (4 * spec.num_heads * spec.expanded_dim or pair_flop(spec, layer))
         hidden = chunk * self.model.hidden_size * DTYPE_BYTES[self.dtype]
         return PromptTime(
             num_tokens=num_tokens,
@@ -203,3 +203,32 @@ def _num_pairs(num_tokens: int, window: int) -> float:
     """Queries of a prompt and the keys that each sees, at most ``window``, in one layer."""
     seen = min(num_tokens, window)
     return seen * (seen + 1) / 2 + (num_tokens - seen) * seen
+
+
+def pair_flop(spec: KVSpec, layer: int) -> int:
+    """Products of all query heads with one cached token of a layer, and with its value."""
+    own = spec.slots_of(layer)
+    return 2 * spec.num_heads * (own.key_dim + own.value_dim)
+
+
+def attention_flop(spec: KVSpec, row_slots: int, num_tokens: int) -> int:
+    """Products of one token's attention in all layers after ``num_tokens`` tokens, see ``KVSpec.visible_bytes``."""
+    total = 0
+    for index, layer in enumerate(spec.layers):
+        if not isinstance(layer, State):
+            own = spec.slots_of(index)
+            total += (min(num_tokens, own.num_tokens) if isinstance(own, Window) else row_slots) * pair_flop(
+                spec, index
+            )
+    return total
+
+
+def layers_read_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None, num_tokens: int) -> int:
+    """As ``decode_weight_bytes``, of the layers alone: what a chunk of a prompt reads."""
+    sizes = tensor_bytes(config, dtype, formats)
+    others = sum(
+        sizes[name]
+        for name, spec in tensor_specs(config).items()
+        if not (spec.per_layer or spec.is_table) and (name != "embed" or config.tie_word_embeddings)
+    )
+    return decode_weight_bytes(config, dtype, formats, num_tokens) - others

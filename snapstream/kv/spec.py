@@ -320,24 +320,11 @@ class KVSpec:
         """Most slots per kv head of any layer in a row of ``capacity`` slots."""
         return max(layer.num_slots(capacity) for layer in self.layers)
 
-    def visible_slots(self, row_slots: int, num_tokens: int) -> int:
-        """Slots per kv head that attention reads after ``num_tokens`` tokens, summed over layers: ``row_slots`` in each
-        layer to which the row's budget applies. Slots that layers share count once.
-        """
-        return sum(_visible(layer, row_slots, num_tokens) for layer in self._slot_layers)
-
-    def pair_flop(self, layer: int) -> int:
-        """Products of all query heads with one cached token of a layer, and with its value."""
-        own = self.slots_of(layer)
-        return 2 * self.num_heads * (own.key_dim + own.value_dim)
-
-    def attention_flop(self, row_slots: int, num_tokens: int) -> int:
-        """Products of one token's attention in all layers, see ``visible_slots``."""
-        layers = (index for index, layer in enumerate(self.layers) if not isinstance(layer, State))
-        return sum(_visible(self.slots_of(at), row_slots, num_tokens) * self.pair_flop(at) for at in layers)
-
     def visible_bytes(self, row_slots: int, num_tokens: int) -> int:
-        """Bytes of ``visible_slots`` for all heads, and of the row's scales and states."""
+        """Bytes that attention reads after ``num_tokens`` tokens, and of the row's scales and states.
+
+        ``row_slots``: of a kv head in each layer to which the row's budget applies. Slots that layers share count once.
+        """
         slots = (_visible(layer, row_slots, num_tokens) * self.slot_bytes(layer) for layer in self._slot_layers)
         return sum(slots) + self.scale_bytes() + self.state_bytes
 

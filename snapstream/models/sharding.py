@@ -107,12 +107,6 @@ def decode_weight_bytes(
     return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in specs.values())
 
 
-def layers_read_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None, num_tokens: int) -> int:
-    """As ``decode_weight_bytes``, of the layers alone: what a chunk of a prompt reads."""
-    layers = (spec for spec in tensor_specs(config).values() if spec.per_layer and not spec.is_table)
-    return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in layers)
-
-
 def dequantized_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None = None) -> int:
     """Bytes of the buffer for one dequantized layer of prefill."""
     dequantized = (spec for spec in tensor_specs(config).values() if is_dequantized(spec, dtype, formats))
