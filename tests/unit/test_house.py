@@ -37,11 +37,11 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # captured decode (340). A module with one importer lives in that importer, unless it is an entry point, an optional
 # dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 212,
-    "Python lines of the package": 53480,
+    "Python files of the package": 202,
+    "Python lines of the package": 51870,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
-    "files under tests/": 229,
-    "modules with one importer": 28,
+    "files under tests/": 227,
+    "modules with one importer": 21,
     "words to learn in docs/architecture.md": 20,
 }
 
