@@ -40,6 +40,7 @@ SLOW = (
     "server/test_failures.py", "server/test_serve.py", "unit/benchmarks/test_gpu_suite.py", "unit/exec/test_memory.py",
     "unit/test_accuracy_docs.py",
 )  # fmt: skip
+SLOW_PATHS = {Path(__file__).parent / name for name in SLOW}
 # Of the architectures, those with which tests are quick ones: each kind of layer, and the common ones.
 QUICK = {
     "llama-gqa-tied", "qwen3", "qwen3-moe", "mistral-window", "gemma3", "gemma4-shared", "gpt-oss", "lfm2", "qwen3.5",
@@ -48,29 +49,42 @@ QUICK = {
 COMPILED = ("SNAPSTREAM_CACHE", "TRITON_CACHE_DIR")  # folders of compiled code
 
 
-def pytest_configure() -> None:
+def is_quick(config: pytest.Config) -> bool:
+    """Whether no slow test is asked for, as by ``make test``."""
+    return bool(config.option.markexpr == "not slow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """One thread per process, also without the Makefile: sums are added in the same order on every machine.
 
-    Of the libraries of looped steps the best one is compiled as it ships, the portable one in half the time.
+    Of the libraries of looped steps the portable one is compiled in half the time; the best one as it ships, and in two
+    thirds of the time without the slow tests.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
         torch.set_num_threads(1)
     if build.instruction_sets()[0] != "portable":
         build.FLAGS_OF_SET["portable"] += ("-O1",)
+    if is_quick(config):
+        os.environ.setdefault("SNAPSTREAM_CXXFLAGS", "-O1")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without the slow tests, their files are not imported."""
+    return True if is_quick(config) and collection_path in SLOW_PATHS else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks what is in ``SLOW``, and tests with an architecture that is not in ``QUICK``.
+    """Marks what is in ``SLOW``, and tests with an architecture that is not in ``QUICK`` or with other instructions
+    than this processor's best.
 
     ``SNAPSTREAM_SLOW=I/N`` leaves of the slow tests the I-th of N parts, which their names decide (``.ci/run``).
     """
-    slow = [Path(__file__).parent / name for name in SLOW]
-    files = {path for path in {item.path for item in items} if not {path, *path.parents}.isdisjoint(slow)}
-    others: set[str] = set()
+    files = {path for path in {item.path for item in items} if not {path, *path.parents}.isdisjoint(SLOW_PATHS)}
+    others: set[str] = {*build.instruction_sets()[1:]}
     if checkpoints := sys.modules.get("tests.parity.checkpoints"):  # where a test that was collected has loaded it
         assert checkpoints.ARCHITECTURES.keys() >= QUICK
-        others = checkpoints.ARCHITECTURES.keys() - QUICK
+        others |= checkpoints.ARCHITECTURES.keys() - QUICK
     for item in items:
         spec = getattr(item, "callspec", None)
         params = spec.params.values() if spec else ()

@@ -36,7 +36,11 @@ PARAMS = {
     "penalties and bias": replace(GREEDY, repetition_penalty=1.3, frequency_penalty=0.4, logit_bias={7: 2.0}),
     "one token": replace(GREEDY, max_tokens=1),
 }
-SCALED: list[dict[str, Any]] = [{"kv_dtype": name} for name, form in ROW_FORMATS.items() if form.scales]
+SCALED = [
+    pytest.param({"kv_dtype": name}, marks=[pytest.mark.slow] * (name != "fp8"))
+    for name, form in ROW_FORMATS.items()
+    if form.scales
+]
 TEXTS = {
     "grammar": SamplingParams(max_tokens=40, temperature=0.0, grammar=Grammar.regex("(ab|cd){3,6}")),
     "stop string": SamplingParams(max_tokens=40, temperature=0.8, seed=3, stop=["e", "t"], ignore_eos=True),
@@ -101,9 +105,9 @@ def test_every_kind_of_request(letters: Path) -> None:
     [
         *SCALED,
         {"reselection": ReselectionConfig(every=4, num_queries=8)},
-        {"dtype": "bfloat16"},
+        pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"budget": KVBudget(num_sink=2, num_topk=10, num_window=6, num_recent=14)},
-        {"budget": "full"},
+        pytest.param({"budget": "full"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -124,7 +128,7 @@ def shares(folder: Path, *, turned: bool = False) -> HeadProfile:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, *SCALED, {"reselection": ReselectionConfig(every=4, num_queries=8)}],
+    [pytest.param({}, marks=pytest.mark.slow), *SCALED, {"reselection": ReselectionConfig(every=4, num_queries=8)}],
     ids=str,
 )
 def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str, Any]) -> None:
@@ -147,7 +151,7 @@ def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str,
         assert len(set(unlike)) == 3 and sum(unlike) == sum(equal) - score_bytes * to_rings
 
 
-@pytest.mark.parametrize("kv_dtype", ["int4", "int8/int4"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("int4", marks=pytest.mark.slow), "int8/int4"])
 def test_rows_in_groups(kv_dtype: str, tmp_path: Path) -> None:
     """Scales among the codes, and scales of keys alone."""
     folder = save(make_model("qwen3", head_dim=32), tmp_path)
@@ -174,7 +178,8 @@ def test_rows_with_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("gemma4", "auto"), ("gemma4", "int8"), ("gemma4-shared", "auto"), ("gemma4-shared", "fp8")]
+    ("name", "kv_dtype"),
+    [("gemma4", "auto"), ("gemma4", "int8"), ("gemma4-shared", "fp8")],
 )
 def test_rows_of_unlike_layers(name: str, kv_dtype: str, tmp_path: Path) -> None:
     """Heads of two sizes, and layers that keep nothing."""
@@ -189,7 +194,15 @@ def test_rows_of_unlike_layers(name: str, kv_dtype: str, tmp_path: Path) -> None
         assert (0 in sizes.layer_bytes(120, BUDGET)) == ("shared" in name)
 
 
-@pytest.mark.parametrize("name", ["lfm2", "qwen3.5", "granite-hybrid", "nemotron-3", "kimi-linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lfm2",
+        "nemotron-3",
+        "kimi-linear",
+        *(pytest.param(own, marks=pytest.mark.slow) for own in ("qwen3.5", "granite-hybrid")),
+    ],
+)
 def test_rows_with_states(name: str, tmp_path: Path) -> None:
     """Recurrent layers first and last, prompts packed and alone, states copied to each sample, rows used again."""
     folder = save(make_model(name), tmp_path)

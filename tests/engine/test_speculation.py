@@ -46,12 +46,22 @@ MODELS = [
 ]  # fmt: skip
 
 
+def marks(executor: str, is_quick: bool) -> list[pytest.MarkDecorator]:
+    return [needs_compiler] * (executor == "looped") + [pytest.mark.slow] * (not is_quick)
+
+
 # Every model with the executor whose products are batch-invariant; with the others full rows.
-CASES = [pytest.param(name, budget, "looped", marks=needs_compiler) for name in MODELS for budget in BUDGETS]
-CASES += [pytest.param(name, "rows", "eager") for name in MODELS]
-CASES += [pytest.param("qwen3", "full", "graph")]
-CASES += [
-    pytest.param(name, "rows", "graph") for name in ("qwen3", "mistral-window", "mixtral", "deepseek-v3", "gpt-oss")
+ON_GRAPHS = ("qwen3", "mistral-window", "mixtral", "deepseek-v3", "gpt-oss")
+CASES = [
+    pytest.param(name, budget, executor, marks=marks(executor, name in quick))
+    for executor, budget, names, quick in (
+        ("looped", "rows", MODELS, MODELS),
+        ("looped", "full", MODELS, ("qwen3", "gemma3", "lfm2")),
+        ("eager", "rows", MODELS, ("qwen3", "deepseek-v3", "lfm2")),
+        ("graph", "rows", ON_GRAPHS, ("mistral-window", "deepseek-v3")),
+        ("graph", "full", ("qwen3",), ("qwen3",)),
+    )
+    for name in names
 ]
 
 
@@ -387,23 +397,27 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Target, draft model, rows, executor.
+# Target, draft model, rows, executor. Looped, every two of target, draft model and rows.
 PAIRS = [
-    pytest.param(name, draft, max_rows, "looped", marks=needs_compiler)
-    for name in ("qwen3", "deepseek-v3")
-    for draft in (*DRAFTS, "latents", "windows", "small windows")
-    for max_rows in (1, 16, 17)
+    pytest.param(
+        ("qwen3", "deepseek-v3")[(kind + size) % 2], draft, max_rows, "looped", marks=marks("looped", size == kind % 3)
+    )
+    for kind, draft in enumerate((*DRAFTS, "latents", "windows", "small windows"))
+    for size, max_rows in enumerate((1, 16, 17))
 ]
 PAIRS += [pytest.param("lfm2", "another", 17, "eager", marks=needs_compiler)]
 PAIRS += [
-    pytest.param(name, draft, max_rows, executor)
+    pytest.param(name, draft, max_rows, executor, marks=marks(executor, executor == quick))
     for executor in ("eager only", "graph")
-    for name, draft, max_rows in (
-        ("qwen3", "itself", 1), ("qwen3", "another", 16), ("qwen3", "latents", 17), ("mistral-window", "windows", 16),
-        ("deepseek-v3", "small windows", 1),
+    for name, draft, max_rows, quick in (
+        ("qwen3", "itself", 1, "graph"), ("qwen3", "another", 16, "eager only"), ("qwen3", "latents", 17, "eager only"),
+        ("mistral-window", "windows", 16, "graph"), ("deepseek-v3", "small windows", 1, ""),
     )
 ]  # fmt: skip
-PAIRS += [pytest.param(name, "another", 17, "eager only") for name in ("lfm2", "qwen3.5", "gpt-oss")]
+PAIRS += [
+    pytest.param(name, "another", 17, "eager only", marks=marks("eager only", name == "qwen3.5"))
+    for name in ("lfm2", "qwen3.5", "gpt-oss")
+]
 
 
 @pytest.mark.usefixtures("no_lookup")

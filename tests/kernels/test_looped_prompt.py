@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -60,11 +60,12 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
-@settings(max_examples=50)
+@pytest.mark.parametrize("instructions", instruction_sets())
+@settings(max_examples=25)
 @given(
     queries=st.integers(1, 70), kv_heads=st.integers(1, 3), shared=st.integers(1, 5), before=st.integers(0, 400),
     size=st.integers(1, 70), value_size=st.integers(1, 70), scale=st.sampled_from([1.0, 30.0]),
-    threads=st.integers(1, 2), instructions=st.sampled_from(instruction_sets()),
+    threads=st.integers(1, 2),
 )  # fmt: skip
 def test_as_the_reference(
     queries: int, kv_heads: int, shared: int, before: int, size: int, value_size: int, scale: float, threads: int,
@@ -120,8 +121,8 @@ def test_what_is_not_finite_stays_seen(instructions: InstructionSet, wrong: floa
     assert got.isfinite().all()
 
 
-def natives(name: str) -> Iterator[Callable[..., Tensor]]:
-    """The kernel of that name, for every set of instructions that has it."""
+def native_of(name: str, instructions: InstructionSet) -> Callable[..., Tensor]:
+    """The kernel of that name; skips the test of instructions that lack it."""
 
     def in_fp32(
         own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
@@ -135,39 +136,51 @@ def natives(name: str) -> Iterator[Callable[..., Tensor]]:
     ) -> Tensor:  # fmt: skip
         return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window, sinks=sinks, cap=cap)
 
-    for instructions in instruction_sets():
-        own = library.load(instructions)
-        if name == "cpu_fp32" or own.multiplies_bf16():
-            yield partial(in_fp32 if name == "cpu_fp32" else in_bf16, own)
+    own = library.load(instructions)
+    if name == "cpu_bf16" and not own.multiplies_bf16():
+        pytest.skip(f"{instructions} does not multiply bf16")
+    return partial(in_fp32 if name == "cpu_fp32" else in_bf16, own)
 
 
 NATIVE = pytest.mark.parametrize("name", ["cpu_fp32", pytest.param("cpu_bf16", marks=needs_bf16)])
+OF_EACH_SET = pytest.mark.parametrize("instructions", instruction_sets())
 
 
 @NATIVE
+@OF_EACH_SET
 @pytest.mark.parametrize("window", [1, 2, 31, 64, 96, 100, 257, 700, 1000, 2000])
 @pytest.mark.parametrize(
     ("queries", "before", "heads", "kv_heads", "size"),
     [(1, 0, 2, 1, 64), (1, 999, 3, 3, 80), (33, 5, 4, 2, 48), (150, 700, 8, 1, 64), (301, 400, 6, 2, 128)],
 )
 def test_a_sliding_window(
-    name: str, window: int, queries: int, before: int, heads: int, kv_heads: int, size: int
+    name: str,
+    instructions: InstructionSet,
+    window: int,
+    queries: int,
+    before: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
 ) -> None:
     q, k, v = sample(queries, heads, kv_heads, before + queries, size, size)
     if name == "cpu_bf16":
         q, k, v = (x.bfloat16().float() for x in (q, k, v))
     want = reference.prefill_attention(q, k, v, window=window)
     atol = 2e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256  # the shares are rounded
-    for native in natives(name):
-        got = native(q, k, v, window)
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
-        assert window < before + queries or torch.equal(got, native(q, k, v))
+    native = native_of(name, instructions)
+    got = native(q, k, v, window)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
+    assert window < before + queries or torch.equal(got, native(q, k, v))
 
 
 @NATIVE
+@OF_EACH_SET
 @pytest.mark.parametrize(("queries", "before", "heads", "kv_heads", "window"),
                          [(1, 0, 2, 1, 0), (33, 5, 6, 2, 0), (150, 700, 8, 1, 128), (301, 400, 6, 3, 0)])  # fmt: skip
-def test_learned_sinks(name: str, queries: int, before: int, heads: int, kv_heads: int, window: int) -> None:
+def test_learned_sinks(
+    name: str, instructions: InstructionSet, queries: int, before: int, heads: int, kv_heads: int, window: int
+) -> None:
     """Sinks above and below all scores; the same bits in any chunks."""
     q, k, v = sample(queries, heads, kv_heads, before + queries, 48, 48)
     if name == "cpu_bf16":
@@ -176,19 +189,27 @@ def test_learned_sinks(name: str, queries: int, before: int, heads: int, kv_head
     for shift in (-30.0, 0.0, 30.0):
         sinks = torch.randn(heads) + shift
         want = reference.prefill_attention(q, k, v, window=window or None, sinks=sinks)
-        for native in natives(name):
-            got = native(q, k, v, window or None, sinks)
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
-            for cut in {queries // 3, queries - 1} - {0}:
-                assert torch.equal(native(q[cut:], k, v, window or None, sinks), got[cut:])
+        native = native_of(name, instructions)
+        got = native(q, k, v, window or None, sinks)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
+        for cut in {queries // 3, queries - 1} - {0}:
+            assert torch.equal(native(q[cut:], k, v, window or None, sinks), got[cut:])
 
 
 @NATIVE
+@OF_EACH_SET
 @pytest.mark.parametrize("cap", [0.05, 1.5, 8.0])
 @pytest.mark.parametrize(("queries", "before", "heads", "kv_heads", "window"),
                          [(1, 0, 2, 1, 0), (33, 5, 6, 2, 0), (150, 700, 8, 1, 128), (301, 400, 6, 3, 0)])  # fmt: skip
 def test_capped_scores(
-    name: str, queries: int, before: int, heads: int, kv_heads: int, window: int, cap: float
+    name: str,
+    instructions: InstructionSet,
+    queries: int,
+    before: int,
+    heads: int,
+    kv_heads: int,
+    window: int,
+    cap: float,
 ) -> None:
     """Scores from near 0 to far above the cap; the same bits in any chunks."""
     q, k, v = sample(queries, heads, kv_heads, before + queries, 48, 48)
@@ -198,35 +219,37 @@ def test_capped_scores(
     atol = 3e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256
     for sinks in (None, torch.randn(heads)):
         want = reference.prefill_attention(q, k, v, window=window or None, sinks=sinks, cap=cap)
-        for native in natives(name):
-            got = native(q, k, v, window or None, sinks, cap)
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
-            for cut in {queries // 3, queries - 1} - {0}:
-                assert torch.equal(native(q[cut:], k, v, window or None, sinks, cap), got[cut:])
+        native = native_of(name, instructions)
+        got = native(q, k, v, window or None, sinks, cap)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
+        for cut in {queries // 3, queries - 1} - {0}:
+            assert torch.equal(native(q[cut:], k, v, window or None, sinks, cap), got[cut:])
 
 
 @NATIVE
-def test_a_sliding_window_has_the_same_bits_in_any_chunks(name: str) -> None:
+@OF_EACH_SET
+def test_a_sliding_window_has_the_same_bits_in_any_chunks(name: str, instructions: InstructionSet) -> None:
     q, k, v = sample(700, 6, 2, 700, 40, 40)
-    for native in natives(name):
-        for window in (1, 50, 96, 300):
-            whole = native(q, k, v, window)
-            for cut in (1, 95, 96, 256, 300, 611):
-                assert torch.equal(native(q[:cut], k[:, :cut], v[:, :cut], window), whole[:cut])
-                assert torch.equal(native(q[cut:], k, v, window), whole[cut:])
+    native = native_of(name, instructions)
+    for window in (1, 50, 96, 300):
+        whole = native(q, k, v, window)
+        for cut in (1, 95, 96, 256, 300, 611):
+            assert torch.equal(native(q[:cut], k[:, :cut], v[:, :cut], window), whole[:cut])
+            assert torch.equal(native(q[cut:], k, v, window), whole[cut:])
 
 
 @NATIVE
-def test_keys_before_a_sliding_window_are_not_multiplied(name: str) -> None:
+@OF_EACH_SET
+def test_keys_before_a_sliding_window_are_not_multiplied(name: str, instructions: InstructionSet) -> None:
     """Zero times NaN would be NaN: a share of zero is not how they are left out."""
     q, k, v = sample(1500, 4, 2, 1600, 16, 16)
     k[:, :600] = v[:, :600] = float("nan")
-    for native in natives(name):
-        got = native(q, k, v, 70)
-        assert got[: 600 - 100].isnan().all()
-        later = 600 - 100 + 70 + 320  # behind the last block and the last queries that are computed together with one
-        want = reference.prefill_attention(q[later:], k[:, 600:], v[:, 600:], window=70)
-        torch.testing.assert_close(got[later:], want, rtol=0, atol=3e-6 if name == "cpu_fp32" else 0.03)
+    native = native_of(name, instructions)
+    got = native(q, k, v, 70)
+    assert got[: 600 - 100].isnan().all()
+    later = 600 - 100 + 70 + 320  # behind the last block and the last queries that are computed together with one
+    want = reference.prefill_attention(q[later:], k[:, 600:], v[:, 600:], window=70)
+    torch.testing.assert_close(got[later:], want, rtol=0, atol=3e-6 if name == "cpu_fp32" else 0.03)
 
 
 @NATIVE

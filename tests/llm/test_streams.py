@@ -359,6 +359,7 @@ print("left", llm.engine_thread.client.num_open)
 """
 
 
+@pytest.mark.slow
 def test_exit_and_fork_with_an_engine_thread(checkpoint: Path) -> None:
     """A stream is open and the engine steps when the interpreter ends."""
     command = [sys.executable, "-c", LEFT_OPEN, str(checkpoint)]
@@ -385,6 +386,7 @@ del llm
 """
 
 
+@pytest.mark.slow
 def test_exit_waits_for_the_thread_of_an_engine_that_was_dropped(checkpoint: Path) -> None:
     """It may be in native code, which must not run on while the interpreter shuts down."""
     command = [sys.executable, "-c", DROPPED, str(checkpoint)]

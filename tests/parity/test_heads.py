@@ -135,7 +135,7 @@ def test_plain_kernels_serve_such_rows(qwen: Path, prompts: list[list[int]], exp
 
 
 class TestTriton:
-    pytestmark = interpreter.interpreted()
+    pytestmark = [*interpreter.interpreted(), pytest.mark.slow]
 
     def test_its_kernels_serve_such_rows(self, qwen: Path, prompts: list[list[int]], expected: list[list[int]]) -> None:
         """Short, and few steps: interpreted kernels are slow."""
@@ -174,14 +174,17 @@ def test_equal_shares_are_equal_heads(qwen: Path, prompts: list[list[int]]) -> N
 MIXED = ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid"]
 
 
-@pytest.mark.parametrize("reselection", [None, ReselectionConfig(every=5, num_queries=5)])
-@pytest.mark.parametrize("executor", ["eager", "looped"])
-@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("is_looped", [False, True])
+@pytest.mark.parametrize(("name", "turn"), [(name, index % 2) for index, name in enumerate(MIXED)])
 def test_layers_of_several_kinds_equal_the_list_based_engine(
-    name: str, executor: str, reselection: ReselectionConfig | None, prompts: list[list[int]], tmp_path: Path
+    name: str, turn: int, is_looped: bool, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Budgets of heads in the full layers, beside windows and states; what is planned is allocated."""
-    if executor == "looped" and find_compiler() is None:
+    """Budgets of heads in the full layers, beside windows and states, in one executor with KV re-selection; what is
+    planned is allocated.
+    """
+    executor = "looped" if is_looped else "eager"
+    reselection = ReselectionConfig(every=5, num_queries=5) if is_looped == bool(turn) else None
+    if is_looped and find_compiler() is None:
         pytest.skip("looped steps need a C++ compiler")
     folder = save(make_model(name), tmp_path)
     spec = KVSpec.of(read_model_config(folder), "float32")
@@ -381,7 +384,10 @@ def before_a_tie(output: RequestOutput) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "executor"), [("qwen3", "eager"), ("llama-mha", "looped")])
-@pytest.mark.parametrize("kv_dtype", ROUNDING)
+@pytest.mark.parametrize(
+    "kv_dtype",
+    [pytest.param(own, marks=[pytest.mark.slow] * (own in ("bfloat16", "int8"))) for own in ROUNDING],
+)
 def test_answers_are_those_of_the_twin(
     name: str, executor: str, kv_dtype: str, prompts: list[list[int]], tmp_path: Path
 ) -> None:
@@ -434,8 +440,8 @@ def test_later_owners_and_samples_have_the_scales_of_their_prompt(
         assert [sample.token_ids for sample in samples] == [narrow_heads_expected[0]] * 3
 
 
-class NarrowHeadsTestTriton:
-    pytestmark = interpreter.interpreted()
+class TestTritonOverNarrowRows:
+    pytestmark = [*interpreter.interpreted(), pytest.mark.slow]
 
     def test_its_kernels_serve_rows_in_fp8(
         self, qwen: Path, prompts: list[list[int]], narrow_heads_expected: list[list[int]]

@@ -73,7 +73,13 @@ def alone(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 @pytest.mark.parametrize(  # every pair of the last two, and of the first and the last but at its ends
     ("chunk_len", "max_rows", "prefill_quantum"),
-    [(1, 3, 1), (7, 1, 0), (7, 9, 1), (32, 3, 0), (32, 9, 1), (50, 1, 1), (50, 9, 0), (160, 3, 1)],
+    [
+        (1, 3, 1),
+        (7, 9, 1),
+        (32, 3, 0),
+        (50, 1, 1),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((7, 1, 0), (32, 9, 1), (50, 9, 0), (160, 3, 1))),
+    ],
 )
 def test_batches_equal_single_runs(
     folder: Path,
@@ -305,7 +311,8 @@ CAPTURED = partial(build_runner, kernels=bind("cpu", "torch"), make_decode=OnTap
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("llama-gqa-tied", {}), ("llama-dynamic", {}), ("qwen3", {"kv_dtype": "fp8"}),
+        pytest.param("llama-gqa-tied", {}, marks=pytest.mark.slow),
+        ("llama-dynamic", {}), ("qwen3", {"kv_dtype": "fp8"}),
         ("qwen3", {"reselection": ReselectionConfig(every=8, num_queries=8)}), ("lfm2", {}), ("qwen3.5", {}),
     ],
 )  # fmt: skip

@@ -127,7 +127,10 @@ def test_tokens_equal_eager_in_other_engines(changes: dict[str, Any], prompts: l
     assert answers(folder, prompts, "looped", **changes) == answers(folder, prompts, "eager", **changes)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "bfloat16", "fp8", "int8", "int4", "int8/int4"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["auto", "fp8", "int8/int4", *(pytest.param(own, marks=pytest.mark.slow) for own in ("bfloat16", "int8", "int4"))],
+)
 def test_rows_with_windows_equal_eager(kv_dtype: str, prompts: list[list[int]], tmp_path: Path) -> None:
     """Rings of 33 slots in two layers, a row of 32 slots in the first; requests with fewer slots of their own."""
     folder = save(make_model("qwen2-windows", hidden_size=128 if "int4" in kv_dtype else 48), tmp_path)
@@ -325,11 +328,12 @@ def random_runner(
     return runner
 
 
-@settings(max_examples=30)
+@pytest.mark.parametrize("instructions", instruction_sets())
+@settings(max_examples=15)
 @given(
     data=st.data(), width=st.sampled_from(WIDTHS),
     kv_dtype=st.sampled_from([name for name in KV_DTYPES if name != "float32"]),
-    instructions=st.sampled_from(instruction_sets()), capacity=st.sampled_from([1, 2, 17, 40, 1100]),
+    capacity=st.sampled_from([1, 2, 17, 40, 1100]),
     threads=st.integers(1, min(2, num_cores())), batch=st.permutations(range(5)), size=st.integers(1, 5),
     seed=st.integers(0, 999),
 )  # fmt: skip
@@ -383,10 +387,11 @@ def runner() -> Iterator[ModelRunner]:
     yield runner_of(model, "float32", "auto", None, 24, 0)
 
 
-@settings(max_examples=20)
+@pytest.mark.parametrize("instructions", instruction_sets())
+@settings(max_examples=10)
 @given(
     model=models(multiple=32), width=st.sampled_from(["int8", "int4", "bfloat16"]),
-    instructions=st.sampled_from(instruction_sets()), threads=st.integers(1, min(2, num_cores())),
+    threads=st.integers(1, min(2, num_cores())),
     batch=st.permutations(range(5)), size=st.integers(1, 5), seed=st.integers(0, 999),
 )  # fmt: skip
 def test_steps_that_round_their_inputs(

@@ -26,7 +26,7 @@ from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.exec.speculation import SlotBackup
-from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
+from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kv.spec import Window
 from snapstream.models import layers as router
@@ -266,6 +266,20 @@ def in_own_formats(random: Random, model: ModelConfig, formats: WeightFormats) -
     return model, replace(formats, own=tuple(OWN_FORMATS))
 
 
+def instructions_of(seed: int) -> InstructionSet:
+    every = instruction_sets()
+    return every[seed // 3 % len(every)]
+
+
+EVERY_SEED = pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(own, marks=() if instructions_of(own) == instruction_sets()[0] else pytest.mark.slow)
+        for own in SEEDS
+    ],
+)
+
+
 class Drawn:
     """A model with random weights and rows, a batch of them, and both executors."""
 
@@ -283,7 +297,7 @@ class Drawn:
             own for own in KV_DTYPES
             if own != "float32" and ("int4" not in own or not any(heads.head_dim % 32 for heads in model.all_heads))
         ])  # fmt: skip
-        instructions = random.choice(instruction_sets())
+        instructions = instructions_of(seed)
         plain = formats
         if model.latent is None and width != "fp8" and random.random() < 0.5:
             formats = formats.rounding_inputs()
@@ -378,7 +392,7 @@ def margin_of(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> Tens
     return margin
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@EVERY_SEED
 def test_rows_are_alike_alone_in_batches_and_in_eager_steps(seed: int, margins: list[Tensor]) -> None:
     drawn = Drawn(seed)
     looped, rows = drawn.looped, drawn.rows
@@ -428,7 +442,7 @@ def drafts_of(drawn: Drawn, random: Random) -> list[list[int]]:
     return drafts
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@EVERY_SEED
 def test_verified_drafts_are_steps_one_after_the_other(seed: int) -> None:
     """The same tokens, log-probabilities, counters and slots, greedy or sampled, whatever was drafted."""
     drawn, random = Drawn(seed), Random(-1 - seed)

@@ -155,7 +155,11 @@ def answers(folder: Path, **options: Any) -> list[list[int]]:
         return [output.token_ids for output in llm.generate(PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("case", CASES)
+# Other widths and groups of what the others have.
+ALIKE = {"gptq-v2", "gptq-row", "gptq-8", "gptq-8-zeros", "awq-128", "packed-row", "packed-8-zeros"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(own, marks=[pytest.mark.slow] * (own in ALIKE)) for own in CASES])
 def test_numbers_and_answers(case: str, tmp_path: Path) -> None:
     """Kept as integers where they are the same numbers, else dequantized, with a line that says so."""
     says, form = CASES[case]

@@ -57,7 +57,12 @@ KINDS = ("llama-gqa-tied", "qwen3", "deepseek-v3-dense", "gpt-oss-full", "gemma2
 
 
 @pytest.mark.parametrize(  # each case with two kinds of layers, each kind with two cases or three
-    ("case", "name"), [(case, KINDS[(case + more) % len(KINDS)]) for case in range(len(CASES)) for more in (0, 3)]
+    ("case", "name"),
+    [
+        pytest.param(case, KINDS[(case + more) % len(KINDS)], marks=[pytest.mark.slow] * (more > 0))
+        for case in range(len(CASES))
+        for more in (0, 3)
+    ],
 )
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     """Rows of different lengths decode side by side; the lists know of one."""
@@ -79,7 +84,10 @@ def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Pat
     assert plain != tokens, "the plain rule gives the same answer: the equality says nothing"
 
 
-@pytest.mark.parametrize(("case", "name"), [(0, "qwen2-windows"), (5, "gpt-oss"), (5, "lfm2"), (0, "granite-hybrid")])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [(0, "qwen2-windows"), (5, "gpt-oss"), (5, "lfm2"), pytest.param(0, "granite-hybrid", marks=pytest.mark.slow)],
+)
 def test_layers_of_several_kinds_equal_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     """Windows and states go on where full layers re-select; what is planned is allocated."""
     budget, selector, reselection = CASES[case]

@@ -58,7 +58,12 @@ KINDS = (
 
 
 @pytest.mark.parametrize(  # each case with two kinds of layers, each kind with two cases or three
-    ("case", "name"), [(case, KINDS[(case + more) % len(KINDS)]) for case in range(len(CASES)) for more in (0, 3)]
+    ("case", "name"),
+    [
+        pytest.param(case, KINDS[(case + more) % len(KINDS)], marks=[pytest.mark.slow] * (more > 0))
+        for case in range(len(CASES))
+        for more in (0, 3)
+    ],
 )
 def test_engine_equals_the_list_based_engine(case: int, name: str, tmp_path: Path) -> None:
     budget, selector = CASES[case]
@@ -271,6 +276,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.skipif(interpreter.why_not() is not None, reason=str(interpreter.why_not()))
 def test_triton_equals_plain(folder: Path, fp8_rows_prompts: list[list[int]]) -> None:

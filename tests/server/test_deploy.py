@@ -242,6 +242,7 @@ def come_in_a_crowd(server: ServerProcess) -> None:
         one.join(HANG_S)
 
 
+@pytest.mark.slow
 def test_every_metric_of_a_panel_or_an_alert_moves(tmp_path: Path) -> None:
     options = ["--max-rows", "2", "--budget", "128", "--draft", str(TINY_MODEL), "--prompt-threshold", "64"]
     options += ["--prefix-store", "4MiB", "--stall-timeout", "5"]

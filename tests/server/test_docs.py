@@ -59,6 +59,7 @@ def test_curl(block: str, server: Running) -> None:
         assert ANSWER in result.stdout or "event: message_stop" in result.stdout
 
 
+@pytest.mark.slow
 def test_prompt_compression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On a server with a draft; the prompt is short, so the report says why it stayed whole."""
     (block,) = blocks("prompt_compression", "python")

@@ -175,9 +175,15 @@ def reached(node: ast.AST) -> Iterator[tuple[str, str]]:
         yield from (("import", alias.name) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         yield from (("import of", f"{node.module}.{alias.name}") for alias in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("getattr", "setattr", "object"):
+    elif isinstance(node, ast.Call) and called(node) in ("getattr", "setattr", "object"):
         texts = [a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         yield from ((ast.unparse(node.func), text) for text in texts if re.fullmatch(r"[\w.]+", text))
+
+
+def called(call: ast.Call) -> str:
+    """The last part of the name of what is called."""
+    func = call.func
+    return func.attr if isinstance(func, ast.Attribute) else func.id if isinstance(func, ast.Name) else ""
 
 
 def over(names: Iterable[str], rule: Callable[[ast.AST], Iterable[tuple[int, str]]]) -> list[str]:

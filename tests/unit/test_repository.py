@@ -149,6 +149,7 @@ def test_python_blocks_of_other_pages_run(page: str, shown: str, capsys: pytest.
     assert shown in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_commands_of_the_quickstart_run() -> None:
     bash = blocks("bash", (ROOT / "docs" / "quickstart.md").read_text())
     assert bash[1:3] == blocks("bash")  # the server and its request, which run below
@@ -159,6 +160,7 @@ def test_commands_of_the_quickstart_run() -> None:
         assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
+@pytest.mark.slow
 def test_the_server_answers_the_request_as_they_stand_here(tmp_path: Path) -> None:
     serve, request = blocks("bash")
     program, command, *options = shlex.split(serve, comments=True)

@@ -169,7 +169,7 @@ JSON = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     st.dictionaries(st.text(), JSON),
     st.sampled_from([{"indent": 2}, {"separators": (" ,", " : ")}, {"ensure_ascii": False}]),

@@ -181,6 +181,7 @@ def test_a_hybrids_file_is_its_checkpoint(tmp_path: Path) -> None:
     assert generate[0](prompts, 4) == generate[1](prompts, 4)
 
 
+@pytest.mark.slow
 def test_an_arm_of_our_own_runs_in_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_checkpoint(tmp_path, QWEN3_TINY)
     job = Job(**{**vars_of(JOB), "folder": str(tmp_path), "batches": [2], "repeats": 1})

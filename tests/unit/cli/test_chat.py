@@ -247,6 +247,7 @@ COMMAND = [sys.executable, "-m", "snapstream.cli", "chat", "--temperature", "0",
 QUESTION = "The key of the box is 4711. What is the key of the box?"
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_answers_alone() -> None:
     done = subprocess.run(
         [*COMMAND, "--max-tokens", "8"], input=f"{QUESTION}\n/kept\n", capture_output=True, text=True, timeout=HANG_S,
@@ -256,6 +257,7 @@ def test_a_pipe_gets_answers_alone() -> None:
     assert "the row holds the whole prompt" in done.stderr and ">>>" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_at_a_terminal_it_prompts_stops_and_leaves(tmp_path: Path) -> None:
     """Ctrl-C while it waits starts a new line, Ctrl-D ends the command; typed lines are there the next time."""
     env = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}

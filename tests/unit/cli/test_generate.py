@@ -169,6 +169,7 @@ def test_summary_of_a_short_prompt_names_the_room_of_the_row() -> None:
     )
 
 
+@pytest.mark.slow
 def test_without_a_compiler_it_says_why_decode_is_slower() -> None:
     """Also where nobody watches: the reason goes to stderr."""
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "CXX": "/nowhere/g++"}
@@ -260,6 +261,7 @@ def test_rows_and_kernel_may_be_left_to_the_machine_or_named(capsys: pytest.Capt
     assert answers[0] == answers[1] != ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_generate_at_once() -> None:
     # Hot sampling rarely draws the end token, and so long an answer fills the pipe: it is still being written when the
     # signal comes, however fast the machine is.

@@ -107,7 +107,7 @@ def sampling_params(draw: Callable[..., object], vocab_size: int) -> SamplingPar
     return SamplingParams(**{name: draw(strategy) for name, strategy in options.items()})  # type: ignore[arg-type]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_batches_equal_the_list_based_program(data: st.DataObject) -> None:
     vocab_size = data.draw(st.integers(2, 37), "V")

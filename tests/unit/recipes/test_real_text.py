@@ -109,6 +109,7 @@ def test_the_recipe_makes_sequences_of_every_task() -> None:
             assert 0 < len(ids) <= length and (task["family"] == "text" or answers or length == 512), (stage, task)
 
 
+@pytest.mark.slow
 def test_rows_over_real_text(heldout: Corpus, chat: Chat) -> None:
     """Small: every arm gives a number, and that of full attention is the engine's own."""
     with LLM(TINY_MODEL, budget="full", max_rows=1, max_model_len=700, executor="eager", progress=False) as llm:
