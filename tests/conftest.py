@@ -31,8 +31,7 @@ else:
     settings.register_profile("fixed", settings.get_profile("search"), derandomize=True)
     settings.load_profile("fixed")
 
-# Three fifths of the time of all tests: compilers, Triton's interpreter, processes, servers. ``make test`` leaves
-# them out, ``make test-all`` and CI run them.
+# Compilers, Triton's interpreter, processes, servers. ``make test`` leaves them out, ``make test-all`` and CI run them.
 SLOW = (
     "disaggregation/test_roles.py", "distributed", "examples", "integrations/test_transformers.py",
     "integrations/test_wheel.py", "kernels/triton", "llm/test_code_in_checkpoints.py",
