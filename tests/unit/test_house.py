@@ -136,10 +136,10 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not re.fullmatch(r"_+|__\w+__|_asdict|_fields|_make|_replace", name)
 
 
-def own_privates(tree: ast.AST) -> set[str]:
-    """Private names that this file defines: functions, classes, variables, attributes that a method gives ``self``."""
+def own_privates(nodes: Iterable[ast.AST]) -> set[str]:
+    """Private names that these nodes define: functions, classes, variables, attributes that a method gives ``self``."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -158,8 +158,9 @@ def is_self(value: ast.expr) -> bool:
 
 def foreign_privates(tree: ast.AST, allowed: Iterable[str] = FOREIGN_PRIVATES) -> Iterator[tuple[int, str]]:
     """``x._y``, ``setattr(x, "_y", ...)`` and ``from x import _y`` where this file does not define ``_y``."""
-    own, beginnings = own_privates(tree), tuple(allowed)
-    for node in ast.walk(tree):
+    nodes, beginnings = list(ast.walk(tree)), tuple(allowed)
+    own = own_privates(nodes)
+    for node in nodes:
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
             if not is_self(node.value) and not ast.unparse(node).startswith(beginnings):
                 yield node.lineno, ast.unparse(node)
