@@ -36,7 +36,8 @@ from tests.parity.test_graph import PlainMaker
 from tests.parity.test_heads import profile, uneven
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-EXECUTORS = [pytest.param("looped", marks=needs_compiler), "eager", "graph"]  # graph: plain functions for CUDA graphs
+# graph: plain functions for CUDA graphs; in CASES and PAIRS below without the slow tests, too
+EXECUTORS = [pytest.param("looped", marks=needs_compiler), "eager", pytest.param("graph", marks=pytest.mark.slow)]
 
 BUDGETS = {"full": "full", "rows": KVBudget(num_sink=2, num_topk=14, num_recent=16)}
 MODELS = [
@@ -189,7 +190,10 @@ def test_answers_are_those_without_drafts(
 
 
 @pytest.mark.parametrize("executor", EXECUTORS[:2])
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "int4", "int8/int4"])
+@pytest.mark.parametrize(
+    "kv_dtype",
+    ["fp8", "int8/int4", *(pytest.param(own, marks=pytest.mark.slow) for own in ("bfloat16", "int8", "int4"))],
+)
 def test_rows_of_other_formats_and_heads_with_their_own_budgets(
     kv_dtype: str, executor: str, tmp_path: Path, oracle: Oracle
 ) -> None:

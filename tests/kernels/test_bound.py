@@ -34,6 +34,7 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         bind("cpu", "triton")
 
 
+@pytest.mark.slow
 def test_binding_a_cpu_imports_no_triton() -> None:
     code = "import sys; from snapstream.kernels.interface import bind; bind('cpu'); "
     code += "sys.exit(any(name.startswith('snapstream.kernels.triton') for name in sys.modules))"

@@ -53,6 +53,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
         _ = snapstream.VLLM
 
 
+@pytest.mark.slow
 def test_a_runner_does_not_load_the_compiler() -> None:
     """It would double what the start of an engine, and of each of its ranks, imports."""
     modules = loaded(

@@ -249,6 +249,7 @@ def test_tools_know_figures_and_not_each_other(one: str, other: str) -> None:
         assert not {module.split(".")[0] for module in imported(MODULES[name])} & {"evals", "benchmarks"}, name
 
 
+@pytest.mark.slow
 def test_nothing_needs_matplotlib_before_it_draws() -> None:
     code = "import sys; sys.modules['matplotlib'] = None; import figures.documents, evals.run, benchmarks.decode"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

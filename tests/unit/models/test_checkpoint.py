@@ -570,6 +570,7 @@ LARGE_MIXTURE = replace(LOADER_LARGE, architecture="Qwen3MoeForCausalLM", num_la
                         moe=MoEConfig(num_experts=48, top_k=4, inner=256))  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access(CLEAR, os.W_OK), reason="needs Linux's record of a process's peak memory")
 @pytest.mark.parametrize("config", [LOADER_LARGE, LARGE_MIXTURE], ids=["dense", "experts"])
 def test_peak_memory_is_model_plus_one_shard(config: ModelConfig, tmp_path: Path) -> None:
