@@ -30,9 +30,11 @@ LFM2_100M: dict[str, Any] = {
     "model_type": "lfm2", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
     "block_auto_adjust_ff_dim": False, "num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4,
     "full_attn_idxs": [2, 6, 10], "max_position_embeddings": 40960, "bos_token_id": 1, "eos_token_id": 2,
+    "conv_dim": 768, "block_dim": 768, "block_ff_dim": 2048,  # older names of sizes, which vLLM reads
 }  # fmt: skip
 LFM2_TINY = LFM2_100M | {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "full_attn_idxs": [1]}  # fmt: skip
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "full_attn_idxs": [1], "conv_dim": 128,
+                         "block_dim": 128, "block_ff_dim": 256}  # fmt: skip
 QWEN35_100M: dict[str, Any] = {
     "model_type": "qwen3_5_text", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
     "num_hidden_layers": 12, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 128,
