@@ -346,7 +346,7 @@ def test_one_prompt(
     q, k, v = inputs(num_queries, num_keys)
     stand = Stand(k, is_third=name == "flash_attn_3")
     stand.install(monkeypatch, module)
-    got = getattr(packages, name)(q, k, v, window=window, cap=cap)
+    got = VERSIONS[name].attend(q, k, v, window=window, cap=cap)
     assert stand.calls == 1
     assert torch.equal(got, reference.prefill_attention(q, k, v, window=window, cap=cap))
 
@@ -354,9 +354,9 @@ def test_one_prompt(
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("flash_attn_packed", "flash_attn"),
-        ("flash_attn_3_packed", "flash_attn_interface"),
-        ("torch_varlen", "torch.nn.attention.varlen"),
+        ("flash_attn", "flash_attn"),
+        ("flash_attn_3", "flash_attn_interface"),
+        ("sdpa_flash", "torch.nn.attention.varlen"),
     ],
 )
 @pytest.mark.parametrize(("window", "cap"), [(None, None), (1, None), (9, None), (50, None), (None, 0.7), (9, 0.7)])
@@ -365,16 +365,18 @@ def test_packed_prompts(
 ) -> None:
     """Three prompts; of the first, only the last 3 tokens are queries."""
     q, k, v = inputs(20, 29)
-    stand = Stand(k, is_third=name == "flash_attn_3_packed")
+    stand = Stand(k, is_third=name == "flash_attn_3")
     stand.install(monkeypatch, module)
     lens = PackedLens(
         torch.tensor([0, 3, 8, 20], dtype=torch.int32), torch.tensor([0, 12, 17, 29], dtype=torch.int32), 12, 12
     )
-    if name == "torch_varlen" and cap is not None:
+    attend = VERSIONS[name].attend_packed
+    assert attend is not None
+    if name == "sdpa_flash" and cap is not None:
         with pytest.raises(ValueError, match="varlen_attn of PyTorch has no cap of scores"):
-            packages.torch_varlen(q, k, v, lens, window=window, cap=cap)
+            attend(q, k, v, lens, window=window, cap=cap)
         return
-    got = getattr(packages, name)(q, k, v, lens, window=window, cap=cap)
+    got = attend(q, k, v, lens, window=window, cap=cap)
     assert stand.calls == 1
     expected = attend_parts(q, k.transpose(0, 1), v.transpose(0, 1), [0, 3, 8, 20], [0, 12, 17, 29], window, cap)
     assert torch.equal(got, expected)

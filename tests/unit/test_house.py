@@ -38,7 +38,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # dependency or an entry of a registry.
 COUNTS = {
     "Python files of the package": 202,
-    "Python lines of the package": 51870,
+    "Python lines of the package": 51850,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 227,
     "modules with one importer": 21,

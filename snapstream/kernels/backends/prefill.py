@@ -16,7 +16,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -36,47 +36,23 @@ from snapstream.kernels.rows import CosSin, HeadNorm, PackedLens
 
 
 def flash_attn(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+    package: str, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """``flash_attn`` (FlashAttention-2, 2.1 or newer): ``q [1, T, H, E]``, ``k, v [1, N, G, E]``."""
-    return _flash_single("flash_attn", q, k, v, window, cap)
-
-
-def flash_attn_packed(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
-    return _flash_packed("flash_attn", q, k, v, lens, window, cap)
-
-
-def flash_attn_3(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """``flash_attn_interface`` (FlashAttention-3, for Hopper); layouts as FlashAttention-2."""
-    return _flash_single("flash_attn_interface", q, k, v, window, cap)
-
-
-def flash_attn_3_packed(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """The same for packed prompts."""
-    return _flash_packed("flash_attn_interface", q, k, v, lens, window, cap)
-
-
-def _flash_single(package: str, q: Tensor, k: Tensor, v: Tensor, window: int | None, cap: float | None) -> Tensor:
+    """``flash_attn`` (FlashAttention-2, 2.1 or newer) or ``flash_attn_interface`` (FlashAttention-3, for Hopper):
+    ``q [1, T, H, E]``, ``k, v [1, N, G, E]``.
+    """
     found = import_module(package).flash_attn_func(
         q[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], causal=True, **_options(window, cap)
     )
     return _output(found)[0]
 
 
-def _flash_packed(
-    package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, window: int | None, cap: float | None
-) -> Tensor:
+def flash_attn_packed(
+    package: str, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None,
+    sinks: Tensor | None = None, cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """The same for packed prompts: ``q [T, H, E]``, ``k, v [N, G, E]``."""
     found = import_module(package).flash_attn_varlen_func(
         q,
         k.transpose(0, 1),
@@ -298,10 +274,13 @@ VERSIONS: dict[str, Version] = {
             _needs(dtypes=(torch.float32, *HALF), least=(7, 0), has_sinks=True),
         ),
         Version("triton", _by_triton, _needs(package="triton", has_sinks=True)),
-        Version("flash_attn", flash_attn, _needs(package="flash_attn"), flash_attn_packed),
         Version(
-            "flash_attn_3", flash_attn_3, _needs(package="flash_attn_interface", major=9),
-            flash_attn_3_packed,
+            "flash_attn", partial(flash_attn, "flash_attn"), _needs(package="flash_attn"),
+            partial(flash_attn_packed, "flash_attn"),
+        ),
+        Version(
+            "flash_attn_3", partial(flash_attn, "flash_attn_interface"),
+            _needs(package="flash_attn_interface", major=9), partial(flash_attn_packed, "flash_attn_interface"),
         ),
     )
 }  # fmt: skip
