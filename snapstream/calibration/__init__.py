@@ -3,7 +3,7 @@
 A checkpoint and texts in, a profile of its kv heads out. Texts are generated documents with a question each, whose
 answers show which heads look things up, or windows of the user's text, each followed by its own continuation.
 
-``automatic_heads`` finds or makes one without being asked. Known are the profile that lies beside the weights
+``automatic_heads`` finds or makes one without being asked. Known are the profile in the folder of the weights
 (``heads.json``; the shipped models have one) and the one kept in the user's cache folder by the checkpoint's
 fingerprint, where ``snapstream calibrate`` writes it too. Without either the model is calibrated, if that takes at most
 ``LIMIT_S``; how long it would take otherwise is kept, so that the next start need not find out. Invariant: no engine is
@@ -345,7 +345,7 @@ def shares_of(losses: Tensor) -> Shares:
     return tuple(tuple(layer) for layer in (roots / roots.sum()).tolist())
 
 
-FILE = "heads.json"  # beside the weights
+FILE = "heads.json"  # in the folder of the weights
 LIMIT_S = 60.0  # that a start may spend on calibration
 PROMPT_LEN = 2048  # tokens of its documents
 THREAD_FLOPS = 5e10  # that a CPU thread does a second, about: a large model is refused before it is loaded

@@ -272,7 +272,7 @@ def _why_not_latents(model: ModelConfig) -> str | None:
     return f"{model.architecture} keeps latents, whose products take inputs in dtype"
 
 
-# Workspace of the native library, by the rule of library.cpp and sample.cpp: per batch entry the numbers of every
+# Workspace of the native library, by the rule of library.cpp and sampling.cpp: per batch entry the numbers of every
 # stage, per thread some scratch (one stage at a time: the largest) and room to sample in.
 
 _NUMBER = 4  # bytes: fp32

@@ -219,7 +219,7 @@ def answered(group: Group, asked: Asked) -> Answered:
     )
 
 
-class Told:
+class BroadcastRanks:
     """In place of ``WorkerRanks``: the other ranks of a pool get messages by a broadcast."""
 
     def __init__(self, group: Group) -> None:
@@ -296,7 +296,7 @@ def drafting(group: Group, asked: Drafted, settings: dict[str, Any]) -> list[Req
     def make(
         folder: Path, model: ModelConfig, config: EngineConfig, grammars: GrammarCompiler | None, progress: bool
     ) -> ParallelRunner:
-        workers = Told(group)
+        workers = BroadcastRanks(group)
         workers.send(replace(config, speculator=None))
         runner = build_rank(folder, model, config, grammars, False, group)
         load_draft_model(runner, False)

@@ -194,7 +194,7 @@ def test_drafts_over_ranks_change_no_answer(
     settings = FOUR_RANKS_SETTINGS | {"executor": executor} | settings
     asked = drawn(random, folder, settings)
     want = asked.answers(num_speculative_tokens=0)
-    check_drafts(want, pool.run(cases.drafting, told(asked, want), {"num_speculative_tokens": 4, **of_ranks}))
+    check_drafts(want, pool.run(cases.drafting, with_answers(asked, want), {"num_speculative_tokens": 4, **of_ranks}))
 
 
 def drawn(random: Random, folder: Path, settings: dict[str, Any]) -> Drafted:
@@ -203,7 +203,7 @@ def drawn(random: Random, folder: Path, settings: dict[str, Any]) -> Drafted:
     return Drafted(folder=folder, settings=settings, prompts=prompts, params=[draw_params(random) for _ in prompts])
 
 
-def told(asked: Drafted, want: list[RequestOutput]) -> Drafted:
+def with_answers(asked: Drafted, want: list[RequestOutput]) -> Drafted:
     texts = [[*output.prompt_token_ids, *own.token_ids] for output in want for own in output.samples]
     return replace(asked, texts=texts)
 
@@ -219,14 +219,14 @@ def check_drafts(want: list[RequestOutput], found: list[list[RequestOutput]]) ->
 @NEEDS_COMPILER
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8", "int8", "int4", "int8/int4"])
 def test_drafts_over_ranks_in_rows_of_every_format(two: Pool, kv_dtype: str, tmp_path: Path) -> None:
-    """What rejected tokens overwrote is restored. Beside ranks without drafts, as one device rounds another way."""
+    """What rejected tokens overwrote is restored. Compared with ranks without drafts: one device rounds otherwise."""
     folder = save(make_model("qwen3", head_dim=32), tmp_path)
     heads = HeadProfile(shares=SHARES, model=fingerprint(folder))
     asked = drawn(Random(kv_dtype), folder, FOUR_RANKS_SETTINGS | {
         "executor": "looped", "kv_dtype": kv_dtype, "heads": heads, "max_rows": 20,
     })  # fmt: skip
     want = two.run(cases.drafting, asked, {"num_speculative_tokens": 0})[0]
-    check_drafts(want, two.run(cases.drafting, told(asked, want), {"num_speculative_tokens": 3}))
+    check_drafts(want, two.run(cases.drafting, with_answers(asked, want), {"num_speculative_tokens": 3}))
 
 
 @pytest.mark.parametrize("executor", ["eager", pytest.param("looped", marks=NEEDS_COMPILER)])

@@ -261,10 +261,10 @@ def test_refusals_name_the_field(form: dict[str, Any], param: str, words: str) -
         assert error["param"] == param and words in error["message"]
 
 
-def test_one_form_only_beside_a_response_format() -> None:
-    wish = {"messages": HI, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-    assert error_of(call(CHAT, wish), 400)["param"] == "structured_outputs"
-    whole = {**wish, "response_format": {"type": "text"}}
+def test_structured_outputs_and_a_response_format_exclude_each_other() -> None:
+    both = {"messages": HI, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+    assert error_of(call(CHAT, both), 400)["param"] == "structured_outputs"
+    whole = {**both, "response_format": {"type": "text"}}
     engine = FakeEngine()
     assert call(CHAT, whole, engine=engine).status_code == 200
     grammar = engine.requests[0].sampling.grammar

@@ -1,4 +1,4 @@
-"""``snapstream compress``: text in, shorter text out, report beside it."""
+"""``snapstream compress``: text in, shorter text and a report out."""
 
 from __future__ import annotations
 
