@@ -189,9 +189,8 @@ def launchers(
     from snapstream.kernels.triton import (
         attention,
         configs,
+        dense,
         latent_attention,
-        norm,
-        one_token,
         prefill,
         products,
         rows,
@@ -238,13 +237,13 @@ def launchers(
         return
     yield "norm_rope", lambda: rows.launch_norm_rope(projected, head_norm, angles, groups)
     hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
-    yield "rms_norm", lambda: norm.launch_rms_norm(hidden, None, weight, 1e-6)
-    yield "add_rms_norm", lambda: norm.launch_rms_norm(hidden, hidden, weight, 1e-6)
+    yield "rms_norm", lambda: dense.launch_rms_norm(hidden, None, weight, 1e-6)
+    yield "add_rms_norm", lambda: dense.launch_rms_norm(hidden, hidden, weight, 1e-6)
     wide = empty(2 * shape.intermediate_size, shape.hidden_size)
-    yield "one_linear", lambda: one_token.launch_one_linear(hidden[:1], (weight, 1e-6), wide, None, gated=True)
+    yield "one_linear", lambda: dense.launch_one_linear(hidden[:1], (weight, 1e-6), wide, None, gated=True)
     yield (
         "add_one_linear",
-        lambda: one_token.launch_one_linear(
+        lambda: dense.launch_one_linear(
             empty(1, shape.intermediate_size), None, empty(shape.hidden_size, shape.intermediate_size), None, hidden[:1]
         ),
     )
@@ -254,7 +253,7 @@ def launchers(
         yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged)
         yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged, window=4096)
         yield "prefill_attention", lambda: prefill.prefill_attention(chunk, staged, staged, launch=small)
-    yield "swiglu", lambda: norm.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
+    yield "swiglu", lambda: dense.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
     yield (
         "snapkv_scores",
         lambda: scores.launch_snapkv_scores(

@@ -151,7 +151,7 @@ def score_cases(shape: Shape, prompt: int, dtype: torch.dtype, device: str, tune
 
 def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, device: str) -> Iterator[Case]:
     """The kernels around attention, for ``tokens`` tokens, and the gather of one row."""
-    from snapstream.kernels.triton import norm
+    from snapstream.kernels.triton import dense
     from snapstream.kernels.triton import rows as gather
     from snapstream.kernels.triton import rows as rope_write
 
@@ -176,11 +176,11 @@ def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, de
 
     def normed() -> Call:
         x, residual, w = data(tokens, shape.hidden_size), data(tokens, shape.hidden_size), data(shape.hidden_size)
-        return lambda: norm.launch_rms_norm(x, residual, w, 1e-6)
+        return lambda: dense.launch_rms_norm(x, residual, w, 1e-6)
 
     def gated() -> Call:
         x = data(tokens, 2 * shape.intermediate_size)
-        return lambda: norm.launch_swiglu(x)
+        return lambda: dense.launch_swiglu(x)
 
     def gathered() -> Call:
         keys, values = data(groups, 4 * capacity, dim), data(groups, 4 * capacity, dim)

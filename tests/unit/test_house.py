@@ -37,7 +37,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # captured decode (340). A module with one importer lives in that importer, unless it is an entry point, an optional
 # dependency or an entry of a registry.
 COUNTS = {
-    "Python files of the package": 202,
+    "Python files of the package": 201,
     "Python lines of the package": 51850,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 227,

@@ -13,7 +13,7 @@ from torch.library import custom_op
 
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import configs
-from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
+from snapstream.kernels.triton.dense import overlaps, wait_for_inputs
 from snapstream.kernels.triton.rows import norm_rope_write
 
 LOG2_E = 1.4426950408889634

@@ -16,7 +16,7 @@ from torch.library import custom_op
 from snapstream.kernels import reference
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import attention, configs
-from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
+from snapstream.kernels.triton.dense import overlaps, wait_for_inputs
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from snapstream.kernels.rows import CosSin, HeadNorm, LayerRows
 from snapstream.kernels.triton import configs
-from snapstream.kernels.triton.one_token import overlaps, wait_for_inputs
+from snapstream.kernels.triton.dense import overlaps, wait_for_inputs
 
 # The step before a kernel stores a number in FP8; ``FP8.scaled`` of ``kernels/formats.py`` defines it.
 

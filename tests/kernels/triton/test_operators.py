@@ -41,8 +41,7 @@ def heads_and_rows() -> dict[str, Tensor]:
 
 
 def test_operators_say_truly_what_they_change_and_return() -> None:
-    from snapstream.kernels.triton import attention, norm, one_token, products, recurrence, scores
-    from snapstream.kernels.triton import norm as swiglu
+    from snapstream.kernels.triton import attention, dense, products, recurrence, scores
     from snapstream.kernels.triton import rows as gather
     from snapstream.kernels.triton import rows as rope_write
 
@@ -59,12 +58,12 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (attention.decode_operator, (q, *stacks, 1, t["rows"], t["lengths"]), {"sinks": torch.randn(4)}),
         (rope_write.norm_rope_write_operator, (t["heads"], t["norm"], 1e-6, *angles, *stacks, 1, *at), {}),
         (rope_write.norm_rope_operator, (t["heads"], None, 1e-6, *angles, 2), {}),
-        (norm.rms_norm, (x, ones, 1e-6), {}),
-        (norm.add_rms_norm, (x.clone(), x, ones, 1e-6), {}),
-        (swiglu.swiglu, (x,), {}),
-        (one_token.one_linear, (x[:1], ones, 1e-6, torch.randn(16, 32), torch.randn(16), True), {}),
-        (one_token.one_linear, (x[:1], None, 0.0, torch.randn(16, 32), None, False), {}),
-        (one_token.add_one_linear, (torch.randn(1, 16), x[:1], torch.randn(16, 32), None), {}),
+        (dense.rms_norm, (x, ones, 1e-6), {}),
+        (dense.add_rms_norm, (x.clone(), x, ones, 1e-6), {}),
+        (dense.swiglu, (x,), {}),
+        (dense.one_linear, (x[:1], ones, 1e-6, torch.randn(16, 32), torch.randn(16), True), {}),
+        (dense.one_linear, (x[:1], None, 0.0, torch.randn(16, 32), None, False), {}),
+        (dense.add_one_linear, (torch.randn(1, 16), x[:1], torch.randn(16, 32), None), {}),
         (scores.snapkv_scores, (q, staged[0], 57, 4, 50), {"over_row": False, "group_max": False}),
         (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
         (products.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
@@ -81,7 +80,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         # what compares before and after has no FP8 in torch; the schema is the same one
         utils = {"test_utils": ("test_faketensor",)} if is_fp8 else {}
         torch.library.opcheck(operator, arguments, named, **utils)
-    modules = (attention, one_token, products, gather, norm, recurrence, scores)
+    modules = (attention, dense, products, gather, recurrence, scores)
     everyone = {
         value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
     }
@@ -133,7 +132,7 @@ def test_launches_of_a_decode_step(num_rows: int, tmp_path: Path, monkeypatch: p
     """Norm, rotation and slot are one kernel per layer. Sums of the residual stream ride on the norms, two per layer
     and one at the end but for the first; with one row both are part of a layer's four products.
     """
-    from snapstream.kernels.triton import norm, one_token
+    from snapstream.kernels.triton import dense
     from snapstream.kernels.triton import rows as rope_write
 
     calls: Counter[str] = Counter()
@@ -143,8 +142,8 @@ def test_launches_of_a_decode_step(num_rows: int, tmp_path: Path, monkeypatch: p
         return "add_rms_norm" if is_sum else name.removeprefix("launch_")
 
     for module, name in (
-        (rope_write, "launch_norm_rope_write"), (rope_write, "launch_norm_rope"), (norm, "launch_rms_norm"),
-        (norm, "launch_swiglu"), (one_token, "launch_one_linear"),
+        (rope_write, "launch_norm_rope_write"), (rope_write, "launch_norm_rope"), (dense, "launch_rms_norm"),
+        (dense, "launch_swiglu"), (dense, "launch_one_linear"),
     ):  # fmt: skip
         kernel = getattr(module, name)
         monkeypatch.setattr(
