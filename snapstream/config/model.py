@@ -41,7 +41,9 @@ class MoEConfig:
     normalise: bool = False  # the weights of the chosen experts are divided by their sum and least_sum
     least_sum: float = 1e-20
     scale: float = 1.0  # of the weights
+    shared_scale: float = 1.0  # of the output of the shared experts
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
+    chooses_by_logits: bool = False  # by logits, which are corrected, not by scores
     has_logit_bias: bool = False  # the router's logits have a bias
     has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
@@ -218,7 +220,7 @@ class LayerNorms(NamedTuple):
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None  # of the output, before it is added to the residual stream
     before_mlp: str | None = "post_attention_layernorm"
-    after_mlp: str | None = None
+    after_mlp: str | None = None  # where there is none after attention, of experts alone
 
     @property
     def has_outputs(self) -> bool:
@@ -507,8 +509,8 @@ class ModelConfig:
         check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
         is_beside = self.moe is not None and self.moe.is_beside_mlp
         check(
-            self.is_pre_norm or self.moe is None or is_beside,
-            "other places of norms and GELU are not supported with experts",
+            self.moe is None or is_beside or (self.norms.has_inputs and self.activation != "gelu_tanh"),
+            "experts without a norm of their input, and GELU, are not supported",
         )
         check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
         self._check_layer_sizes()
@@ -518,7 +520,7 @@ class ModelConfig:
         )
         ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
         check(
-            ends
+            (ends or self.norms_experts_alone)
             and (
                 self.is_parallel
                 or self.mlp_layers is not None
@@ -652,6 +654,11 @@ class ModelConfig:
         """Whether layers are pre-norm with SiLU or without gate, one block after the other."""
         is_serial = not self.is_parallel and not self.is_centered
         return self.norms.has_inputs and not self.norms.has_outputs and is_serial and self.activation != "gelu_tanh"
+
+    @property
+    def norms_experts_alone(self) -> bool:
+        """Whether no outputs are normed but those of experts (A.X K1)."""
+        return self.moe is not None and self.norms.after_mlp is not None and not self.norms.has_outputs
 
     @property
     def is_plain(self) -> bool:

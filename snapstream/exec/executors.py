@@ -323,7 +323,7 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
         heads_of = map(partial(_projected, model, gates), range(model.num_layers))
         projected = inner + max(heads_of) if model.has_parallel_recurrence else max(inner, *heads_of)
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.widest_head)
-    wide = model.hidden_size * (2 if model.norms.has_outputs or model.is_parallel else 1)
+    wide = model.hidden_size * (2 if model.norms.after_mlp is not None or model.is_parallel else 1)
     angles = model.widest_head * (1 if model.window_rope is None else 2)
     gate_up = (1 + model.has_gate) * model.widest_inner if model.dense_layers else 0
     if model.per_layer_dim:

@@ -58,9 +58,10 @@ from snapstream.models.rope import Rope
 from snapstream.models.weights import LayerWeights
 
 _VECTORS = (
-    "input_norm", "attention_out_norm", "mlp_out_norm", "final_norm", "sinks", "per_layer_in_norm",
+    "input_norm", "attention_out_norm", "final_norm", "sinks", "per_layer_in_norm",
 )  # fmt: skip
 # Of a layer, by names as in abi.h.
+_LAYER_VECTORS = "q_norm", "k_norm", "mlp_out_norm", "per_layer_norm"
 _MATRICES = (
     "per_layer_in", "per_layer_gate", "per_layer_out", "experts_gate_up", "experts_down", "shared_gate_up",
     "shared_down", "q_a", "q", "kv_a",
@@ -156,7 +157,7 @@ def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
             scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
             per_layer_table=_layer_stack(weights, "embed_per_layer"),
             **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
-            **{name: address(weights.optional(name)) for name in ("q_norm", "k_norm", "per_layer_norm")},
+            **{name: address(weights.optional(name)) for name in _LAYER_VECTORS},
         )  # fmt: skip
 
 
@@ -198,6 +199,7 @@ def _mixture(decoder: Decoder) -> Mixture:
         top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner,
         groups=moe.num_groups, top_groups=moe.top_groups, best_of_group=2 if moe.group_score == "top2" else 1,
         is_sigmoid=moe.scoring == "sigmoid", normalises=moe.normalise, scale=moe.scale, least_sum=moe.least_sum,
+        chooses_by_logits=moe.chooses_by_logits, shared_scale=moe.shared_scale,
         shared_gate=address(vectors.get("shared_gate")),
         first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
         gate_up_bias=address(vectors.get("experts_gate_up_bias")),

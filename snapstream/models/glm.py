@@ -1,5 +1,5 @@
-"""GLM-4, dense with four norms a layer; GLM-4 MoE (grouped-query attention), GLM-4 MoE Lite and GLM-5 (latents), with
-DeepSeek-V3's routing. No torch.
+"""GLM-4, dense with four norms a layer; GLM-4 MoE and Solar Open (grouped-query attention), GLM-4 MoE Lite and GLM-5
+(latents), with DeepSeek-V3's routing. No torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ _LITE_DEFAULTS: Settings = {
 }  # fmt: skip
 
 
-_NORMS = LayerNorms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+SANDWICH_NORMS = LayerNorms(
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+)
 
 
 def _glm4(settings: Settings) -> Recipe:
     qkv_bias = flag(settings, "attention_bias")  # none of o
-    return {"qkv_bias": qkv_bias, "norms": _NORMS, "has_fused_gate_up": True}
+    return {"qkv_bias": qkv_bias, "norms": SANDWICH_NORMS, "has_fused_gate_up": True}
 
 
 def _glm4_moe(settings: Settings) -> Recipe:
@@ -41,6 +43,20 @@ def _glm4_moe(settings: Settings) -> Recipe:
         "qkv_bias": flag(settings, "attention_bias"),  # none of o
         "qk_norm": flag(settings, "use_qk_norm"),
     }
+
+
+def _solar(settings: Settings) -> Recipe:
+    return {"moe": read_sigmoid_moe(settings), "qkv_bias": flag(settings, "attention_bias")}  # none of o
+
+
+def _solar_refusals(settings: Settings) -> list[str]:
+    """Fields that transformers does not read and that would change the model."""
+    known = {"first_k_dense_replace": 0, "use_qk_norm": False}
+    return [
+        f"{name} is {settings[name]!r}; of this architecture it must be {value!r}"
+        for name, value in known.items()
+        if settings.get(name, value) != value
+    ]
 
 
 GLM4 = Family(
@@ -60,3 +76,12 @@ GLM_MOE_DSA = with_indexer({
     **V3_DEFAULTS, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1,
     "topk_group": 1,
 })  # fmt: skip
+SOLAR_OPEN = Family(
+    defaults={
+        **_MOE_DEFAULTS, "first_k_dense_replace": 0, "head_dim": 128, "intermediate_size": 1280,
+        "moe_intermediate_size": 1280, "partial_rotary_factor": 1.0, "rope_theta": 1_000_000.0,
+    },
+    recipe=_solar,
+    refusals=_solar_refusals,
+    has_experts=True,
+)  # fmt: skip

@@ -80,6 +80,7 @@ class LatentLayer:
         self.group = group
         self._index, self._kernels, self._eps, self._latent = index, kernels, config.rms_norm_eps, config.latent
         self._input_norm, self._post_norm = weights.vector("input_norm"), weights.vector("post_norm")
+        self._mlp_out_norm = weights.optional("mlp_out_norm")
         self._q_a, self._q_a_norm = weights.matrices.get("q_a"), weights.optional("q_a_norm")
         self._q, self._o = weights.matrix("q"), weights.matrix("o")
         self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.vector("kv_a_norm")
@@ -114,7 +115,9 @@ class LatentLayer:
 
     def add(self, residual: Tensor, projected: Tensor) -> Tensor:
         """Add the attention's output to ``residual [T', D]``; the output of the MLP, yet to be added."""
-        return self.group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
+        output = self.group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
+        own = self._mlp_out_norm
+        return output if own is None else self._kernels.rms_norm(output, own, self._eps)
 
     def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
         """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""

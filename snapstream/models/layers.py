@@ -114,7 +114,8 @@ def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Te
     ``correction [X]`` is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()  # [T, X]
-    choice = scores if correction is None else scores + correction
+    choice = logits if moe.chooses_by_logits else scores
+    choice = choice if correction is None else choice + correction
     if moe.num_groups > 1:
         choice = _inside_best_groups(choice, moe)
     experts = choice.topk(moe.top_k, dim=-1, sorted=False).indices  # [T, k]
@@ -295,6 +296,10 @@ def _gated(mlp: Callable[[Tensor], Tensor], gate: Tensor) -> Callable[[Tensor], 
     return lambda x: mlp(x) * F.linear(x.to(torch.float32), gate).sigmoid().to(x.dtype)
 
 
+def _scaled(mlp: Callable[[Tensor], Tensor], scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: mlp(x) * scale
+
+
 def bias_of_sum(bias: Tensor | None, group: Group) -> Tensor | None:
     """The bias of a product that is summed over ranks: rank 0 adds it."""
     return bias if group.rank == 0 else None
@@ -320,6 +325,8 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
             shared = SwiGLU(*own, (None, None), kernels, activation)
             if config.moe.has_shared_gate:
                 shared = _gated(shared, weights.vector("shared_gate"))
+            if config.moe.shared_scale != 1.0:
+                shared = _scaled(shared, config.moe.shared_scale)
         return Experts(config.moe, weights, kernels, group, shared, activation)
     return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
 

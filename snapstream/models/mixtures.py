@@ -1,6 +1,5 @@
-"""Mixtures of experts with the attention of Llama, Qwen or OLMo: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3, Mellum.
-
-No torch.
+"""Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3,
+Mellum, K-EXAONE, Kolibri. No torch.
 """
 
 from __future__ import annotations
@@ -18,9 +17,12 @@ from snapstream.models.family import (
     num_dense,
     num_layers,
     read_sigmoid_moe,
+    refuse_absent_window,
     ropes_by_kind,
     windows_by_type,
 )
+from snapstream.models.glm import SANDWICH_NORMS
+from snapstream.models.olmo import exaone_attention, exaone_refusals
 from snapstream.models.qwen import softmax_experts
 from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed
 
@@ -165,6 +167,32 @@ def _mellum(settings: Settings) -> Recipe:
     return {**attention_biases(settings), **windows, **ropes, "qk_norm": True, "moe": moe}
 
 
+def _exaone_moe(settings: Settings) -> Recipe:
+    moe = read_sigmoid_moe({
+        **settings, "n_routed_experts": settings.get("num_experts"), "first_k_dense_replace": num_dense(settings),
+        "n_shared_experts": settings.get("num_shared_experts"),
+    })  # fmt: skip
+    return {**exaone_attention(settings), "moe": moe}
+
+
+def _exaone_moe_refusals(settings: Settings) -> list[str]:
+    return [*exaone_refusals(settings), *layer_kind_refusals(settings)]
+
+
+def _kolibri(settings: Settings) -> Recipe:
+    """Experts are chosen by corrected logits; layers without a window have no rotary embedding."""
+    moe = replace(
+        softmax_experts(settings),
+        scoring="sigmoid",
+        has_bias=True,
+        chooses_by_logits=True,
+        num_shared=1,
+        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
+    )
+    attention = exaone_attention({**settings, "sliding_window_pattern": 5})
+    return {**attention, "norms": SANDWICH_NORMS, "moe": moe}
+
+
 MINIMAX_M2 = Family(
     defaults={
         "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
@@ -228,4 +256,33 @@ MELLUM = Family(
     has_experts=True,
     has_windows=True,
     has_rope_by_kind=True,
+)  # fmt: skip
+EXAONE_MOE = Family(
+    defaults={
+        "bos_token_id": 1, "eos_token_id": 53, "first_k_dense_replace": 1, "moe_intermediate_size": 1024, "n_group": 1,
+        "norm_topk_prob": True, "num_experts": 64, "num_experts_per_tok": 8, "num_key_value_heads": 32,
+        "num_shared_experts": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "sliding_window": 4096,
+        "sliding_window_pattern": 4, "topk_group": 1,
+    },
+    recipe=_exaone_moe,
+    refusals=_exaone_moe_refusals,
+    has_experts=True,
+    has_windows=True,
+    aliases={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},  # of published files
+    skipped=("mtp",),
+)  # fmt: skip
+KOLIBRI1 = Family(
+    defaults={
+        "head_dim": 128, "intermediate_size": 512, "moe_intermediate_size": 512, "norm_topk_prob": False,
+        "num_local_experts": 384, "num_experts_per_tok": 6, "num_key_value_heads": 4,
+        "shared_expert_intermediate_size": 512, "sliding_window": 513,
+    },
+    recipe=_kolibri,
+    refusals=refuse_absent_window,
+    has_experts=True,
+    has_windows=True,
+    aliases={
+        "moe.router.expert_bias": "mlp.gate.e_score_correction_bias", ".post_ffn_norm.": ".post_mlp_layernorm.",
+        ".post_attn_norm.": ".post_self_attn_layernorm.",
+    },
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from snapstream.config.model import LayerNorms
 from snapstream.models.config_json import Settings
 from snapstream.models.family import (
@@ -34,17 +36,21 @@ def _olmo3(settings: Settings) -> Recipe:
 
 
 def _exaone4(settings: Settings) -> Recipe:
+    return {"norms": _NORMS, **exaone_attention(settings)}
+
+
+def exaone_attention(settings: Settings) -> Recipe:
     """In a model with windows the layers without one have no rotary embedding."""
     pattern = settings.get("sliding_window_pattern")
     step = pattern if isinstance(pattern, int) and pattern > 0 else 1
-    recipe: Recipe = {"norms": _NORMS, "qk_norm": True, **windows_by_type(settings, lambda i: (i + 1) % step != 0)}
+    recipe: Recipe = {"qk_norm": True, **windows_by_type(settings, lambda i: (i + 1) % step != 0)}
     if settings.get("sliding_window") is None:
         return recipe
     windows = recipe.get("windows", (None,) * num_layers(settings))
     return {**recipe, "rotated_layers": tuple(window is not None for window in windows)}
 
 
-def _exaone4_refusals(settings: Settings) -> list[str]:
+def exaone_refusals(settings: Settings) -> list[str]:
     pattern = settings.get("sliding_window_pattern")
     is_listed = settings.get("layer_types") is not None or settings.get("sliding_window") is None
     if is_listed or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
@@ -63,6 +69,7 @@ EXAONE4 = Family(
         "sliding_window_pattern": 4,
     },
     recipe=_exaone4,
-    refusals=_exaone4_refusals,
+    refusals=exaone_refusals,
     has_windows=True,
 )  # fmt: skip
+EXAONE4_5_TEXT_PART = replace(EXAONE4, is_text_part=True, skipped=("mtp",))

@@ -18,7 +18,7 @@ from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
 from snapstream.models import gguf, gguf_settings, quantization
-from snapstream.models.cohere import COHERE, COHERE2
+from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE
 from snapstream.models.config_json import (
     check_file,
     check_folder,
@@ -35,16 +35,16 @@ from snapstream.models.falcon import FALCON_H1
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT_PART, GEMMA4, GEMMA4_TEXT_PART
 from snapstream.models.gguf_header import is_gguf
-from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA
+from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SOLAR_OPEN
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import GRANITE, GRANITE_HYBRID
 from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
-from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, HY_V3, MELLUM, MINIMAX_M2, OLMOE
+from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, EXAONE_MOE, HY_V3, KOLIBRI1, MELLUM, MINIMAX_M2, OLMOE
 from snapstream.models.nemotron import NEMOTRON_H
-from snapstream.models.olmo import EXAONE4, OLMO2, OLMO3
+from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO2, OLMO3
 from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from snapstream.models.qwen_next import (
@@ -84,15 +84,20 @@ FAMILIES: Registry[Family] = Registry(
         "OlmoeForCausalLM": OLMOE,
         "HYV3ForCausalLM": HY_V3,
         "MellumForCausalLM": MELLUM,
+        "ExaoneMoeForCausalLM": EXAONE_MOE,
+        "Kolibri1ForCausalLM": KOLIBRI1,
+        "SolarOpenForCausalLM": SOLAR_OPEN,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
         "CohereForCausalLM": COHERE,
         "Cohere2ForCausalLM": COHERE2,
+        "Cohere2MoeForCausalLM": COHERE2_MOE,
         "SeedOssForCausalLM": SEED_OSS,
         "InternLM3ForCausalLM": INTERNLM3,
         "IQuestCoderForCausalLM": IQUEST_CODER,
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,
+        "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,
         "GemmaForCausalLM": GEMMA,
         "Gemma2ForCausalLM": GEMMA2,
         "Gemma3ForCausalLM": GEMMA3,

@@ -161,6 +161,8 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
         **{name: norm(config, hidden, f"{part}.weight") for name, part in names.items() if part is not None},
         "final_norm": replace(norm(config, hidden, "model.norm.weight"), per_layer=False),
     }
+    if config.norms_experts_alone and config.moe is not None:
+        specs["mlp_out_norm"] = replace(specs["mlp_out_norm"], layers=config.moe.layers(config.num_layers))
     if not config.tie_word_embeddings:
         specs["lm_head"] = table("lm_head.weight")
     return specs

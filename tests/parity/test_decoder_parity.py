@@ -206,6 +206,20 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             }
         },
     ),
+    "Exaone4_5_": (
+        {"model_type": "exaone4", "sliding_window": 33, "sliding_window_pattern": 2, "head_dim": 20},
+        {
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_heads": 2,
+                "num_key_value_heads": 1,
+                "patch_size": 4,
+                "out_hidden_size": 48,
+            }
+        },
+    ),
     "Mistral3": (
         {"model_type": "mistral", "sliding_window": None, "head_dim": 20},
         {"vision_config": {**VISION, "model_type": "pixtral"}, "tie_word_embeddings": False},

@@ -94,6 +94,8 @@ OTHERS = (
     "Mistral4",
     "HYV3",
     "Mellum",
+    "Kolibri",
+    "SolarOpen",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

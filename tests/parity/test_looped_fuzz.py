@@ -43,7 +43,7 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Cohere2", "Gemma2", "Gemma3", "Olmo3")  # in some layers
+NEED_WINDOWS = ("Cohere2", "Gemma2", "Gemma3", "Kolibri", "Olmo3")  # in some layers
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -219,18 +219,21 @@ def draw_single_parts(random: Random, size: Sizes) -> dict[str, Any]:
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
     groups = (
         random.choice([1, 1, 2, 4])
-        if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron", "Kimi"))
+        if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron", "Kimi", "ExaoneMoe", "Solar"))
         else 1
     )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
+    has_one_inner = architecture.startswith(("Mixtral", "GraniteMoe", "Cohere2Moe"))
     inner = size.inputs(120)
     return {
         "num_experts": experts, "n_routed_experts": experts, "num_local_experts": experts, "n_group": groups,
         "topk_group": top_groups, "num_experts_per_tok": size.any(1, min(6, experts // groups * top_groups)),
         "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
         "norm_topk_prob": architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5,
-        "first_k_dense_replace": size.any(0, layers), "num_nextn_predict_layers": 0,
-    } | ({"intermediate_size": inner} if architecture.startswith(("Mixtral", "GraniteMoe")) else {})  # fmt: skip
+        "first_k_dense_replace": 0 if "Solar" in architecture else size.any(0, layers), "num_nextn_predict_layers": 0,
+        "num_shared_experts": size.any(0, 2), "shared_expert_intermediate_size": size.inputs(100),
+        "expert_selection_fn": random.choice(["softmax", "sigmoid"]),
+    } | ({"intermediate_size": inner} if has_one_inner else {})  # fmt: skip
 
 
 def forms_of(width: str, group: int) -> WeightFormats:
@@ -377,7 +380,8 @@ def margins(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 def margin_of(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> Tensor:
     """The last choice, of groups and of experts, ahead of the first that was not chosen, in scores."""
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
-    choice = scores if correction is None else scores + correction
+    choice = logits if moe.chooses_by_logits else scores
+    choice = choice if correction is None else choice + correction
     margin = torch.full((len(logits),), float("inf"))
     if moe.top_groups < moe.num_groups:
         grouped = choice.view(len(logits), moe.num_groups, -1)

@@ -354,6 +354,37 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vocab_size": 200064},
         228_689_764_864,
     ),
+    "K-EXAONE-236B-A23B": (
+        {"architectures": ["ExaoneMoeForCausalLM"], "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 6144,
+         "intermediate_size": 18432, "max_position_embeddings": 262144, "moe_intermediate_size": 2048, "n_group": 1,
+         "norm_topk_prob": True, "num_attention_heads": 64, "num_experts": 128, "num_experts_per_tok": 8,
+         "num_hidden_layers": 48, "num_key_value_heads": 8, "num_shared_experts": 1, "rms_norm_eps": 1e-05,
+         "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "routed_scaling_factor": 2.5,
+         "sliding_window": 128, "sliding_window_pattern": "LLLG", "topk_group": 1, "vocab_size": 153600,
+         "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12},
+        236_571_156_352,
+    ),
+    "Kolibri-1": (
+        {"architectures": ["Kolibri1ForCausalLM"], "head_dim": 128, "hidden_size": 2560,
+         "max_position_embeddings": 262144, "moe_intermediate_size": 512, "norm_topk_prob": False,
+         "num_attention_heads": 48, "num_experts": 384, "num_experts_per_tok": 6, "num_hidden_layers": 50,
+         "num_key_value_heads": 4, "shared_expert_intermediate_size": 512, "sliding_window": 513,
+         "vocab_size": 128000},
+        78_103_074_560,
+    ),
+    "Solar-Open-100B": (
+        {"architectures": ["SolarOpenForCausalLM"], "head_dim": 128, "hidden_size": 4096,
+         "max_position_embeddings": 131072, "moe_intermediate_size": 1280, "n_group": 1, "n_routed_experts": 128,
+         "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+         "num_hidden_layers": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000,
+         "routed_scaling_factor": 1.0, "topk_group": 1, "vocab_size": 196608},
+        102_651_799_552,
+    ),
+    "Cohere2MoeConfig": (  # the defaults of transformers' class
+        {"architectures": ["Cohere2MoeForCausalLM"], "hidden_size": 8192, "intermediate_size": 22528,
+         "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "vocab_size": 256000},
+        190_004_928_512,
+    ),
     "ERNIE-4.5-21B-A3B-PT": (
         {"architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "intermediate_size": 12288,
          "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": -1,
@@ -667,6 +698,22 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "moe_layer_end_index": 9}, r"moe_layer_end_index is 9; .*layer \(27\)"),
     ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "moe_layer_interval": 2}, "moe_layer_interval is 2"),
     ({**PUBLISHED["ERNIE-4.5-21B-A3B-PT"][0], "moe_norm_min": 0.1}, "moe_norm_min is 0.1; it must be <= 1e-06"),
+    ({**PUBLISHED["Solar-Open-100B"][0], "use_qk_norm": True}, "use_qk_norm is True; .*it must be False"),
+    ({**PUBLISHED["Solar-Open-100B"][0], "first_k_dense_replace": 1}, "first_k_dense_replace is 1; .*it must be 0"),
+    ({**PUBLISHED["K-EXAONE-236B-A23B"][0], "layer_types": None}, "sliding_window_pattern is 'LLLG'; without layer_"),
+    ({**PUBLISHED["Kolibri-1"][0], "sliding_window": None}, "sliding_window is null; it must be a whole number"),
+    (
+        {**PUBLISHED["Cohere2MoeConfig"][0], "expert_selection_fn": "tanh"},
+        "expert_selection_fn is 'tanh'; it must be 'softmax' or 'sigmoid'",
+    ),
+    (
+        {**PUBLISHED["Cohere2MoeConfig"][0], "shared_expert_combination_strategy": "max"},
+        "shared_expert_combination_strategy is 'max'; it must be 'average' or 'sum'",
+    ),
+    (
+        {**PUBLISHED["Cohere2MoeConfig"][0], "prefix_dense_sliding_window_pattern": 0},
+        "prefix_dense_sliding_window_pattern is 0; it must be >= 1",
+    ),
     ({**PUBLISHED["OLMoE-1B-7B-0924-Instruct"][0], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
     ({**LLAMA, "architectures": ["IQuestCoderForCausalLM"], "clip_qkv": 1.0}, "clip_qkv is 1.0; clipped projections"),
     ({**PUBLISHED["internlm3-8b-instruct"][0], "bias": True}, "qkv_bias is False and bias is True; only both or none"),
@@ -891,7 +938,9 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM")
+WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
+                "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
+                "Cohere2MoeForCausalLM")  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", 
                 "KimiLinearForCausalLM")  # fmt: skip
@@ -901,7 +950,7 @@ def config_class_of(architecture: str) -> Any:
     import transformers
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    name = "Mistral" if name == "Mistral3" else name  # that of its text_config
+    name = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4"}.get(name, name)  # that of its text_config
     is_text = architecture in TEXT_CONFIGS or name.startswith("Qwen3_5")
     return getattr(transformers, name + ("TextConfig" if is_text else "Config"))
 

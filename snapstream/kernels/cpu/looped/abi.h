@@ -35,6 +35,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
+    const float* mlp_out_norm;                                  // [D]: of what MLP or experts add; or null
     int64_t kv_heads, head_dim, inner;
     int64_t source;           // the layer whose slots it attends to: itself, or one that shares them with it
     int64_t values_are_keys;  // as projected
@@ -50,10 +51,12 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
     const float *router, *correction;   // [L', X, D]; [L', X] or null
     int64_t experts, top_k, inner, shared_inner;
     int64_t groups, top_groups, best_of_group, is_sigmoid, normalises;
+    int64_t chooses_by_logits;  // the correction is added to the logits in place of the scores
     int64_t first_held, held;  // the experts that lie on this rank, whose matrices are stored; alone: 0 and X
     const float *router_bias, *gate_up_bias, *down_bias;  // [L', X], [L' held, 2M], [L' held, D], or null
     const float* shared_gate;  // [L', D]: a sigmoid of the token, times the output of the shared experts; or null
     float scale, least_sum;    // what the sum of the chosen scores is increased by before it divides them
+    float shared_scale;        // of the output of the shared experts
     float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
     // Experts beside every MLP: norms of the output of the MLP, and of the input and the output of the experts; what the
     // router's input is multiplied with behind the norm, [L, D]; of the shares of experts, [L, X]. Null: in its place.
@@ -100,7 +103,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t is_single;  // layers have one part each, and input_norm and post_norm are the same
     Stack embed, head;
     const float *input_norm, *post_norm;                        // [L, D], or both null
-    const float *attention_out_norm, *mlp_out_norm;             // [L, D]: of outputs before they are added; or null
+    const float* attention_out_norm;                            // [L, D]: of outputs before they are added; or null
     const float* final_norm;                                    // [D]
     int64_t is_parallel;  // attention and MLP read input_norm, and both outputs are added; post_norm is null
     int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read

@@ -49,8 +49,10 @@ inline void choose_by(Work& w, float* scores, const float* logit_bias, const flo
     float *choice = w.scratch, *group_scores = w.scratch + count;
     char *is_taken = reinterpret_cast<char*>(w.scratch + 2 * count), *is_inside = is_taken + count;
     for (int64_t i = 0; logit_bias && i < count; ++i) scores[i] += logit_bias[i];
+    if (w.moe.chooses_by_logits) std::copy(scores, scores + count, choice);
     weigh_scores(w, scores);
-    for (int64_t i = 0; i < count; ++i) choice[i] = scores[i] + (correction ? correction[i] : 0.0f);
+    if (!w.moe.chooses_by_logits) std::copy(scores, scores + count, choice);
+    for (int64_t i = 0; correction && i < count; ++i) choice[i] += correction[i];
     if (w.moe.groups > 1) {
         const int64_t size = count / w.moe.groups;
         for (int64_t g = 0; g < w.moe.groups; ++g) {
@@ -192,10 +194,10 @@ inline float shared_share(Work& w, int64_t layer, const float* x) {
 }
 
 inline void norm_tokens(Work& w, int64_t layer) {
-    const float* weight = w.model.post_norm + layer * w.model.hidden;
+    const float* weight = (w.model.is_parallel ? w.model.input_norm : w.model.post_norm) + layer * w.model.hidden;
     const int64_t wide = padded(w.model.hidden);
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle(w, turn_before_mlp(w, layer), b);
+        settle_stream(w, turn_before_mlp(w, layer), b, norm_of_layer(w, w.model.attention_out_norm, layer), 1.0f);
         const float* from = w.engine.residual + b * w.model.hidden;
         const float factor = norm_factor(from, w.model.hidden, w.model.eps);
         float* to = w.routed.normed + b * wide;
@@ -347,13 +349,15 @@ inline void add_panel(Work& w, int64_t layer, Turn turn, const float* sums, int6
             for (int64_t i = 0; i < rows; ++i) total[i] += bias[i] * share;
         }
         const float* shared = sums + (num_pairs(w) + b) * PANEL;
-        for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i];
+        for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i] * w.moe.shared_scale;
         const int64_t at = b * w.model.hidden + first;
         for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
-        if (is_beside_mlp(w.model)) std::copy(total, total + rows, w.engine.outputs + at);
-        else if (w.ranks.is_alone())
+        const bool is_alone = w.ranks.is_alone();
+        if (is_alone && !w.model.parts[layer].mlp_out_norm && !is_beside_mlp(w.model))
             for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
-        else std::copy(total, total + rows, own_part(w, turn) + at);
+        else
+            std::copy(total, total + rows,
+                      (is_alone || is_beside_mlp(w.model) ? w.engine.outputs : own_part(w, turn)) + at);
     }
 }
 

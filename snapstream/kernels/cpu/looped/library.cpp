@@ -44,7 +44,9 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     part_totals = cut(parts);
     part_mixed = cut(parts * model.head_dim);
     attended = cut(batch * whole);
-    outputs = cut(model.attention_out_norm || model.is_parallel ? batch * model.hidden : 0);
+    const auto has_out_norm = [](const LayerParts& own) { return own.mlp_out_norm != nullptr; };
+    const bool has_outputs = model.is_parallel || std::any_of(model.parts, model.parts + model.layers, has_out_norm);
+    outputs = cut(has_outputs ? batch * model.hidden : 0);
     embedded = cut(model.per_layer_dim ? batch * padded(model.hidden) : 0);
     beside = cut(is_beside_mlp(model) ? batch * model.hidden : 0);
     const Recurrent& recurrent = model.recurrent;

@@ -153,8 +153,8 @@ void choose_tokens(Work& w) {
 
 // The norm of what a layer adds last, or null.
 const float* last_norm(Work& w, int64_t layer) {
-    return w.model.per_layer_dim ? w.model.parts[layer].per_layer_norm
-                                 : norm_of_layer(w, w.model.mlp_out_norm, layer);
+    const LayerParts& own = w.model.parts[layer];
+    return w.model.per_layer_dim ? own.per_layer_norm : own.mlp_out_norm;
 }
 
 void attention_stage(Work& w, int64_t layer, int64_t stage) {
@@ -188,7 +188,9 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
     const bool is_direct = !w.latent.q_rank;
     if (is_direct && stage > 2) stage += 2;
     switch (stage) {
-        case 0: return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, turn_before(w, layer));
+        case 0:
+            return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, turn_before(w, layer),
+                              layer ? last_norm(w, layer - 1) : nullptr);
         case 1: return project(w, own.kv_a, nullptr, w.absorbed.kept);
         case 2: return is_direct ? project(w, own.q, nullptr, w.absorbed.wide) : project(w, own.q_a, nullptr, w.absorbed.narrow);
         case 3: return norm_narrow(w, layer);
@@ -225,7 +227,7 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
     float *gates = w.engine.gate_up, *embedded = gates + w.step.batch * size;
     switch (stage) {
         case 0:
-            return norm_input(w, nullptr, own.per_layer_gate, AFTER_MLP, norm_of_layer(w, w.model.mlp_out_norm, layer));
+            return norm_input(w, nullptr, own.per_layer_gate, AFTER_MLP, own.mlp_out_norm);
         case 1:
             project(w, own.per_layer_gate, nullptr, gates);
             w.end_part();
