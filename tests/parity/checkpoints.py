@@ -326,7 +326,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "n_shared_experts": 2,
          "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5, "head_dim": 16, "attention_bias": True,
          "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
-                             "original_max_position_embeddings": 64}},
+                             "original_max_position_embeddings": 64}, "num_hidden_layers": 2},
     ),
     "cohere2-moe": (  # experts beside attention, the first layer an MLP, rotated without a window
         "Cohere2MoeConfig",
