@@ -612,6 +612,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     skipped = FAMILIES.get(config.architecture).skipped
     is_tied = config.tie_word_embeddings and name == LM_HEAD
     is_skipped = name.startswith(skipped) or any(part in name for part in skipped if part.startswith("."))
+    is_skipped |= config.norms_experts_alone and f".{config.norms.after_mlp}." in name  # of layers without experts
     return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config) or _is_shared(name, config)
 
 

@@ -1,4 +1,5 @@
-"""DeepSeek-V2, V3 and V3.2, and Youtu-LLM: multi-head latent attention (arXiv 2405.04434) and shared experts. No torch.
+"""DeepSeek-V2, V3 and V3.2, A.X K1 and Youtu-LLM: multi-head latent attention (arXiv 2405.04434) and shared experts.
+No torch.
 
 Three config.json fields have another meaning here: ``head_dim`` is the rotated part of a head,
 ``num_key_value_heads`` counts expanded heads although a row holds one latent for all, and YaRN's ``mscale_all_dim``
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from snapstream.config.model import LatentConfig, MoEConfig
+from snapstream.config.model import LatentConfig, LayerNorms, MoEConfig
 from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -87,6 +88,17 @@ def with_indexer(defaults: Settings) -> Family:
         has_experts=True,
         skipped=(".indexer.",),
     )
+
+
+def _axk1(settings: Settings) -> Recipe:
+    """DeepSeek-V3 with a norm of what experts add."""
+    recipe = latents_by_layer(settings)
+    return recipe if recipe["moe"] is None else {**recipe, "norms": LayerNorms(after_mlp="post_mlp_layernorm")}
+
+
+def _axk1_refusals(settings: Settings) -> list[str]:
+    """``topk_method`` says whether there are corrections, as the files do; groups have the score of DeepSeek-V3."""
+    return latents_by_layer_refusals({**settings, "topk_method": None})
 
 
 def _youtu(settings: Settings) -> Recipe:
@@ -173,3 +185,13 @@ YOUTU = Family(
     recipe=_youtu,
     refusals=latent_refusals,
 )
+AXK1 = Family(
+    defaults={
+        **V3_DEFAULTS, "bos_token_id": 163691, "eos_token_id": 163691, "first_k_dense_replace": 1,
+        "n_routed_experts": 192,
+    },
+    recipe=_axk1,
+    refusals=_axk1_refusals,
+    has_experts=True,
+    may_lack_corrections=True,
+)  # fmt: skip

@@ -150,6 +150,7 @@ class Family:
     has_windows: bool = False  # the recipe supports sliding windows
     has_experts: bool = False  # the recipe supports experts
     may_fuse_experts: bool = False  # checkpoints have a layer's experts in one tensor, or each in its own
+    may_lack_corrections: bool = False  # published checkpoints choose experts by plain scores
     aliases: Mapping[str, str] = field(default_factory=dict)  # parts of tensor names in some files: ours
     skipped: tuple[str, ...] = ()  # of tensors that are not loaded: prefixes, or with a dot first parts of names
     other_layer_types: tuple[str, ...] = ()  # of layer_types, that the recipe supports beside attention

@@ -1,5 +1,5 @@
 """Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3,
-Mellum, K-EXAONE, Kolibri. No torch.
+Mellum, K-EXAONE, Kolibri, Flint. No torch.
 """
 
 from __future__ import annotations
@@ -193,6 +193,39 @@ def _kolibri(settings: Settings) -> Recipe:
     return {**attention, "norms": SANDWICH_NORMS, "moe": moe}
 
 
+def _flint(settings: Settings) -> Recipe:
+    """Layers without a window, which come in fours with an extra first and last one, have no rotary embedding."""
+    last, dense = num_layers(settings) - 1, settings.get("mlp_only_layers")
+    moe = replace(
+        softmax_experts(settings),
+        scoring="sigmoid",
+        num_shared=1,
+        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
+        chosen=tuple(layer for layer in range(last + 1) if layer not in ([0, 1] if dense is None else dense)),
+    )
+    windows = windows_by_type(settings, lambda layer: layer > 1 and layer % 4 != 1 and layer != last)
+    has = windows.get("windows", (None,) * (last + 1))
+    return {
+        **attention_biases(settings), **windows, "rotated_layers": tuple(window is not None for window in has),
+        "qk_norm": True, "has_sinks": True, "moe": moe,
+    }  # fmt: skip
+
+
+def _flint_refusals(settings: Settings) -> list[str]:
+    reasons, dense = refuse_absent_window(settings), settings.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, list) and all(type(layer) is int for layer in dense)):
+        reasons.append(f"mlp_only_layers is {dense!r}; it must be a list of layers")
+    if (step := whole_number(settings, "decoder_sparse_step")) != 1:
+        reasons.append(
+            f"decoder_sparse_step is {step}; only experts in all layers but mlp_only_layers (1) are supported"
+        )
+    return reasons
+
+
+def _flint_tensors(config: ModelConfig) -> TensorSpecs:
+    return renamed(decoder_tensors(config), {".shared_experts.": ".shared_expert."})
+
+
 MINIMAX_M2 = Family(
     defaults={
         "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
@@ -285,4 +318,17 @@ KOLIBRI1 = Family(
         "moe.router.expert_bias": "mlp.gate.e_score_correction_bias", ".post_ffn_norm.": ".post_mlp_layernorm.",
         ".post_attn_norm.": ".post_self_attn_layernorm.",
     },
+)  # fmt: skip
+FLINT = Family(
+    defaults={
+        "decoder_sparse_step": 1, "head_dim": 128, "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "num_experts": 256, "num_experts_per_tok": 6, "num_key_value_heads": 4,
+        "shared_expert_intermediate_size": 1024, "sliding_window": 513,
+    },
+    recipe=_flint,
+    refusals=_flint_refusals,
+    has_experts=True,
+    has_windows=True,
+    aliases={"self_attn.softmax_offset": "self_attn.sinks"},  # of published files
+    tensors=_flint_tensors,
 )  # fmt: skip

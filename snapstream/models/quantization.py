@@ -401,6 +401,13 @@ def has_fused_experts(folder: Path) -> bool:
     )
 
 
+def has_corrections(folder: Path) -> bool:
+    """Whether the files hold corrections of the choice of experts."""
+    return any(
+        name.endswith(".e_score_correction_bias") for file in _weight_files(folder) for name in _read_header(file)[0]
+    )
+
+
 def _is_same(one: Path, at_one: int, other: Path, at_other: int, size: int) -> bool:
     """Whether ``size`` bytes of two files are equal."""
     with one.open("rb") as left, other.open("rb") as right:

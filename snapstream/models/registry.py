@@ -30,7 +30,7 @@ from snapstream.models.config_json import (
     token_ids,
     whole_number,
 )
-from snapstream.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
+from snapstream.models.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
 from snapstream.models.falcon import FALCON_H1
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT_PART, GEMMA4, GEMMA4_TEXT_PART
@@ -42,10 +42,20 @@ from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE
 from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
-from snapstream.models.mixtures import DOTS1, ERNIE4_5_MOE, EXAONE_MOE, HY_V3, KOLIBRI1, MELLUM, MINIMAX_M2, OLMOE
+from snapstream.models.mixtures import (
+    DOTS1,
+    ERNIE4_5_MOE,
+    EXAONE_MOE,
+    FLINT,
+    HY_V3,
+    KOLIBRI1,
+    MELLUM,
+    MINIMAX_M2,
+    OLMOE,
+)
 from snapstream.models.nemotron import NEMOTRON_H
 from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO2, OLMO3
-from snapstream.models.quantization import has_fused_experts, has_own_head, stored_weights
+from snapstream.models.quantization import has_corrections, has_fused_experts, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from snapstream.models.qwen_next import (
     QWEN3_5,
@@ -63,6 +73,7 @@ FAMILIES: Registry[Family] = Registry(
         "DeepseekV2ForCausalLM": DEEPSEEK_V2,
         "DeepseekV3ForCausalLM": DEEPSEEK_V3,
         "DeepseekV32ForCausalLM": DEEPSEEK_V32,
+        "AXK1ForCausalLM": AXK1,
         "YoutuForCausalLM": YOUTU,
         "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
         "GlmMoeDsaForCausalLM": GLM_MOE_DSA,
@@ -87,6 +98,7 @@ FAMILIES: Registry[Family] = Registry(
         "ExaoneMoeForCausalLM": EXAONE_MOE,
         "Kolibri1ForCausalLM": KOLIBRI1,
         "SolarOpenForCausalLM": SOLAR_OPEN,
+        "FlintForCausalLM": FLINT,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
         "CohereForCausalLM": COHERE,
@@ -197,6 +209,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
             config = replace(config, tie_word_embeddings=False)
         if FAMILIES.get(config.architecture).may_fuse_experts and has_fused_experts(file.parent):
             config = replace(config, has_fused_experts=True)
+        if config.moe and FAMILIES.get(config.architecture).may_lack_corrections and not has_corrections(file.parent):
+            config = replace(config, moe=replace(config.moe, has_bias=False))
     generation = file.parent / "generation_config.json"
     if not generation.is_file():
         return _checked_ends(config, file)

@@ -341,6 +341,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
          "hidden_size": 64, "num_shared_experts": 1, "sliding_window": 40, "rms_norm_eps": 1e-5,
          "shared_expert_combination_strategy": "sum", "expert_selection_fn": "sigmoid", "num_key_value_heads": 1},
     ),
+    "flint": (  # sinks beside norms of heads, a layer with an MLP between experts
+        "FlintConfig",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+         "head_dim": 20, "sliding_window": 21, "num_attention_heads": 6, "num_hidden_layers": 5,
+         "mlp_only_layers": [0, 3]},
+    ),
+    "flint-panels": (
+        "FlintConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+         "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "norm_topk_prob": False, "attention_bias": True,
+         "mlp_only_layers": [], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
     "iquest-coder": ("IQuestCoderConfig", {"head_dim": 20, "num_key_value_heads": 1}),
@@ -380,6 +392,10 @@ ARCHITECTURES |= {
     "kimi-k2": (
         "DeepseekV3Config",
         {**LATENTS, **EXPERTS, "q_lora_rank": 20, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    "axk1": (  # norms of the outputs of experts alone
+        "AXK1Config",
+        {**LATENTS, **EXPERTS, "q_lora_rank": 20, "mlp_layer_types": ["dense", "sparse", "sparse"]},
     ),
     "glm4-lite": (
         "Glm4MoeLiteConfig",

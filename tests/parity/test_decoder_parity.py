@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from snapstream.config import WeightFormat
@@ -258,6 +258,23 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
     assert_close(run(decoder, full_attention(decoder), ids, 0), theirs, TOLERANCES.get(name, TOLERANCE))
     with pytest.raises(ValueError, match="also has a vision tower"):
         quantize_checkpoint(folder, tmp_path / "int8", WeightFormat(dtype="int8", group=32))
+
+
+def test_a_checkpoint_without_corrections(tmp_path: Path) -> None:
+    """Experts are chosen by plain scores; the norm of experts that an MLP has in published files is left out."""
+    model = build("axk1")
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.zero_()
+    file = save(model, tmp_path) / "model.safetensors"
+    tensors = {name: own for name, own in load_file(file).items() if "e_score_correction_bias" not in name}
+    tensors["model.layers.0.post_mlp_layernorm.weight"] = torch.randn(SIZES["hidden_size"])
+    save_file(tensors, file, {"format": "pt"})
+    decoder = load(tmp_path)
+    assert decoder.config.moe is not None and not decoder.config.moe.has_bias
+    ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert_close(run(decoder, full_attention(decoder), ids, 0), model(ids[None]).logits[0])
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])

@@ -96,6 +96,8 @@ OTHERS = (
     "Mellum",
     "Kolibri",
     "SolarOpen",
+    "Flint",
+    "AXK1",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

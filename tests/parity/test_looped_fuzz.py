@@ -43,7 +43,7 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Cohere2", "Gemma2", "Gemma3", "Kolibri", "Olmo3")  # in some layers
+NEED_WINDOWS = ("Cohere2", "Flint", "Gemma2", "Gemma3", "Kolibri", "Olmo3")  # in some layers
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -219,7 +219,7 @@ def draw_single_parts(random: Random, size: Sizes) -> dict[str, Any]:
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
     groups = (
         random.choice([1, 1, 2, 4])
-        if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron", "Kimi", "ExaoneMoe", "Solar"))
+        if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron", "Kimi", "ExaoneMoe", "Solar", "AXK1"))
         else 1
     )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
@@ -232,6 +232,7 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "norm_topk_prob": architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5,
         "first_k_dense_replace": 0 if "Solar" in architecture else size.any(0, layers), "num_nextn_predict_layers": 0,
         "num_shared_experts": size.any(0, 2), "shared_expert_intermediate_size": size.inputs(100),
+        "mlp_only_layers": random.sample(range(layers), size.any(0, layers - 1)) if "Flint" in architecture else [],
         "expert_selection_fn": random.choice(["softmax", "sigmoid"]),
     } | ({"intermediate_size": inner} if has_one_inner else {})  # fmt: skip
 

@@ -34,7 +34,7 @@ from tests.parity.test_looped import LENGTHS, ROPES, SETTINGS, WIDTHS, answers, 
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
-SPARSE = ("Mo", "Mixtral", "GptOss", "MiniMaxM2", "Dots1", "Olmoe", "HYV3", "Mellum", "Kolibri", "SolarOpen")
+SPARSE = ("Mo", "Mixtral", "GptOss", "MiniMaxM2", "Dots1", "Olmoe", "HYV3", "Mellum", "Kolibri", "SolarOpen", "Flint")
 MIXTURES = [
     name
     for name, (config, _) in ARCHITECTURES.items()
@@ -43,7 +43,7 @@ MIXTURES = [
 LATENTS = [
     name
     for name, (config, _) in ARCHITECTURES.items()
-    if any(kind in config for kind in ("Deepseek", "Youtu", "Mistral4"))
+    if any(kind in config for kind in ("Deepseek", "Youtu", "Mistral4", "AXK1"))
 ]
 
 

@@ -385,6 +385,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "vocab_size": 256000},
         190_004_928_512,
     ),
+    "flint": (
+        {"architectures": ["FlintForCausalLM"], "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+         "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [0, 1],
+         "moe_intermediate_size": 512, "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 256,
+         "num_experts_per_tok": 6, "num_hidden_layers": 49, "num_key_value_heads": 4,
+         "shared_expert_intermediate_size": 1024, "sliding_window": 513, "vocab_size": 150144},
+        39_785_287_456,
+    ),
+    "A.X-K1": (
+        {"architectures": ["AXK1ForCausalLM"], "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,
+         "max_position_embeddings": 32768, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 192,
+         "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+         "num_hidden_layers": 61, "num_key_value_heads": 64, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+         "qk_rope_head_dim": 64, "rope_theta": 10000.0, "routed_scaling_factor": 2.5, "topk_group": 4,
+         "v_head_dim": 128, "vocab_size": 163840},
+        518_983_063_808,
+    ),
     "ERNIE-4.5-21B-A3B-PT": (
         {"architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "intermediate_size": 12288,
          "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": -1,
@@ -701,6 +718,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**PUBLISHED["Solar-Open-100B"][0], "use_qk_norm": True}, "use_qk_norm is True; .*it must be False"),
     ({**PUBLISHED["Solar-Open-100B"][0], "first_k_dense_replace": 1}, "first_k_dense_replace is 1; .*it must be 0"),
     ({**PUBLISHED["K-EXAONE-236B-A23B"][0], "layer_types": None}, "sliding_window_pattern is 'LLLG'; without layer_"),
+    ({**PUBLISHED["flint"][0], "decoder_sparse_step": 2}, r"decoder_sparse_step is 2; .*mlp_only_layers \(1\)"),
+    ({**PUBLISHED["flint"][0], "mlp_only_layers": "all"}, "mlp_only_layers is 'all'; it must be a list of layers"),
+    ({**PUBLISHED["A.X-K1"][0], "moe_layer_freq": 2}, "moe_layer_freq is 2; of this architecture it must be 1"),
     ({**PUBLISHED["Kolibri-1"][0], "sliding_window": None}, "sliding_window is null; it must be a whole number"),
     (
         {**PUBLISHED["Cohere2MoeConfig"][0], "expert_selection_fn": "tanh"},
@@ -940,9 +960,9 @@ OTHER_VALUES: dict[str, Any] = {
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
-                "Cohere2MoeForCausalLM")  # fmt: skip
+                "Cohere2MoeForCausalLM", "FlintForCausalLM")  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
-                "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", 
+                "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK1ForCausalLM",
                 "KimiLinearForCausalLM")  # fmt: skip
 
 
