@@ -150,6 +150,14 @@ class Matcher:
             self._core.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         return not self._core.is_stopped()  # computing the mask may stop it
 
+    def forced(self) -> list[int]:
+        """Tokens to follow as far as each is the only one allowed."""
+        return self._core.compute_ff_tokens()
+
+    def num_allowed(self, tokens: list[int]) -> int:
+        """How many of ``tokens`` may follow, one after the other."""
+        return self._core.deep_copy().validate_tokens(tokens)  # a copy: the library bounds the work of a matcher
+
     @property
     def fault(self) -> str:
         """Once no token is allowed: why the text cannot be completed; empty if it is complete."""

@@ -191,7 +191,7 @@ class StepResult:
     prefilled: dict[str, PrefillResult] = field(default_factory=dict)  # by request id; ended jobs and received rows
     decoded: tuple[Logprob, ...] = ()  # aligned with StepPlan.decode_rows
     drafted: dict[int, DraftResult] = field(default_factory=dict)  # by index in decode_rows
-    # Rows whose grammar allows no further token: "" if the text is complete, else the reason.
+    # Rows whose grammar allows no token after their last of the step: "" if the text is complete, else the reason.
     grammar_ends: dict[int, str] = field(default_factory=dict)
 
 

@@ -391,10 +391,11 @@ class Engine:
                 self._transfers.finish(live, prefill)
                 continue
             for sample, token in zip(live.samples, prefill.tokens, strict=True):
-                self._append(sample, token, now, result)
-        for sample, token in zip(planned.decoding, result.decoded, strict=True):
+                self._append(sample, token, now, result.grammar_ends.get(sample.row))
+        for index, (sample, token) in enumerate(zip(planned.decoding, result.decoded, strict=True)):
             if not sample.is_over:  # else surplus: decoded once more before its end was seen, or aborted
-                self._append(sample, token, now, result)
+                has_more = index in result.drafted and result.drafted[index].accepted
+                self._append(sample, token, now, None if has_more else result.grammar_ends.get(sample.row))
         for index, drafted in result.drafted.items():
             if not planned.decoding[index].is_over:
                 self._take_drafted(planned.decoding[index], drafted, now, result)
@@ -402,15 +403,17 @@ class Engine:
     def _take_drafted(self, sample: LiveSample, drafted: DraftResult, now: float, result: StepResult) -> None:
         timings = sample.request.output.timings
         timings.drafted_tokens += drafted.num_drafted
-        for token in drafted.accepted:
+        for place, token in enumerate(drafted.accepted, start=1):
             if sample.is_over:
                 return
             timings.accepted_tokens += 1
-            self._append(sample, token, now, result)
+            is_last = place == len(drafted.accepted)
+            self._append(sample, token, now, result.grammar_ends.get(sample.row) if is_last else None)
 
-    def _append(self, sample: LiveSample, token: Logprob, now: float, result: StepResult) -> None:
+    def _append(self, sample: LiveSample, token: Logprob, now: float, grammar_end: str | None) -> None:
+        """``grammar_end``: see ``LiveSample.take``."""
         self._changed[sample.request.request_id] = sample.request
-        sample.take(token, self._eos_token_ids, result.grammar_ends.get(sample.row))
+        sample.take(token, self._eos_token_ids, grammar_end)
         if sample.is_over:
             self._scheduler.release(sample)
         sample.request.mark(now)

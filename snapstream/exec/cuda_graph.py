@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from snapstream.exec.eager import DecodeStep, DraftBatch, DraftTurns, DrawnTurns, EagerDecode, StepParts
+from snapstream.exec.eager import DecodeStep, DraftBatch, DraftTurns, DrawnTurns, EagerDecode, GoOn, StepParts
 from snapstream.exec.executors import MAX_DRAFTED, draft_sizes
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
@@ -205,13 +205,13 @@ class GraphDecode:
         padded, logits = self._feed(rows)
         return self._sample(logits, padded, rows.shape[0], needs)
 
-    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds, go_on: GoOn | None = None) -> tuple[Sampled, list[int]]:
         """See ``EagerDecode.verify``; of at most ``most_draft_rows`` rows."""
         host = DraftTurns.of(batch)
         entries, logits, sizes = self._feed_turns(host)
         drawn, (turns, inputs) = DrawnTurns(self._padding_row), (column.split(sizes) for column in entries)
-        used = len(host.rows)
-        drawn.draw(turns[:used], inputs[:used], logits[: sum(sizes[:used])], partial(self._draw_copied, needs=needs))
+        used, draw = len(host.rows), partial(self._draw_copied, needs=needs)
+        drawn.draw(turns[:used], inputs[:used], logits[: sum(sizes[:used])], draw, go_on)
         return drawn.accepted(host.order)
 
     def feed(self, batch: DraftBatch) -> Tensor:

@@ -98,6 +98,10 @@ def draft_batch(rows: Sequence[int], last: Sequence[int], drafts: Sequence[Seque
     return DraftBatch(columns[0], columns[1], columns[2], starts)
 
 
+# Between two turns of a step: of rows that have drawn these drafted tokens, whether each may draw the next.
+GoOn = Callable[[Sequence[int], Sequence[int]], Sequence[bool]]
+
+
 @runtime_checkable
 class Verifier(Protocol):
     """A decode step that takes drafts (``speculation.py``)."""
@@ -105,9 +109,9 @@ class Verifier(Protocol):
     most_draft_rows: int | None  # a larger batch takes none; None: no limit
     keeps_latents: bool  # whether latents that drafted tokens overwrite are seen by the tokens before these
 
-    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds, go_on: GoOn | None = None) -> tuple[Sampled, list[int]]:
         """Feed the entries and sample after each. Returns the samples of accepted entries, row after row, and how many
-        each row has: at least 1. Rows are advanced by them.
+        each row has: at least 1. Rows are advanced by them. ``go_on`` waits for the device in every turn.
         """
         ...
 
@@ -205,13 +209,18 @@ class DrawnTurns:
         inputs: Sequence[Tensor],
         logits: Tensor,
         draw: Callable[[Tensor, Tensor], Sampled],
+        go_on: GoOn | None = None,
     ) -> None:
         """All turns: their rows and tokens, ``logits [N, V]`` after each of these, and what samples after some."""
         sizes = [len(rows) for rows in turns]
         for rows, fed, own in zip(turns, inputs, logits.split(sizes), strict=True):
             if self._drawn:
                 goes_on = self._drawn[-1].token_ids[: len(rows)] == fed
-                rows = torch.where(goes_on & (self.rows[-1][: len(rows)] != self._padding_row), rows, self._padding_row)
+                goes_on &= self.rows[-1][: len(rows)] != self._padding_row
+                if go_on is not None:
+                    allowed = go_on(rows[goes_on].tolist(), fed[goes_on].tolist())
+                    goes_on[goes_on.clone()] = torch.tensor(allowed, dtype=torch.bool, device=rows.device)
+                rows = torch.where(goes_on, rows, self._padding_row)
             self.rows.append(rows)
             self._drawn.append(draw(own, rows))
 
@@ -267,12 +276,12 @@ class EagerDecode:
         """See ``RowsForward.draft_logits``."""
         return self._forward.draft_logits(turns, inputs)
 
-    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds, go_on: GoOn | None = None) -> tuple[Sampled, list[int]]:
         """See ``Verifier``; the caller restores slots that rejected tokens are written to."""
         host = DraftTurns.of(batch)
         turns, inputs, logits, view = self._feed_turns(host)
         drawn = DrawnTurns(self._parts.padding_row)
-        drawn.draw(turns, inputs, logits, partial(self.draw, needs=needs))
+        drawn.draw(turns, inputs, logits, partial(self.draw, needs=needs), go_on)
         if self._parts.cache.spec.has_states:
             view.accept(drawn.rows[1:])
         return drawn.accepted(host.order)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import addressof, byref
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
-from snapstream.exec.eager import DraftBatch, StepParts
+from snapstream.exec.eager import DraftBatch, GoOn, StepParts
 from snapstream.exec.executors import max_batch, why_not_looped, why_not_looped_ranks
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
@@ -388,7 +389,7 @@ class LoopedDecode:
         self._run(rows, None)
         return self._logits[: len(rows)]
 
-    def verify(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+    def verify(self, batch: DraftBatch, needs: SamplingNeeds, go_on: GoOn | None = None) -> tuple[Sampled, list[int]]:
         """See ``eager.Verifier``."""
         tokens = torch.empty_like(batch.rows) if needs == _GREEDY else None
         self._run_batch(batch, tokens)
@@ -398,7 +399,7 @@ class LoopedDecode:
             nums.index_add_(0, (batch.ahead == 0).cumsum(0) - 1, accepted.to(torch.int64))
             sampled, counts = Sampled(tokens[accepted]), nums.tolist()
         else:
-            sampled, counts = self._draw_in_turn(batch, needs)
+            sampled, counts = self._draw_in_turn(batch, needs, go_on)
         if self._has_states and max(counts) > 1:
             with self._drafts(batch) as step:
                 self.engine.accept(step, torch.tensor(counts))
@@ -425,9 +426,9 @@ class LoopedDecode:
         finally:
             step.ahead, step.inputs = None, None
 
-    def _draw_in_turn(self, batch: DraftBatch, needs: SamplingNeeds) -> tuple[Sampled, list[int]]:
+    def _draw_in_turn(self, batch: DraftBatch, needs: SamplingNeeds, go_on: GoOn | None) -> tuple[Sampled, list[int]]:
         """Sample the first entry of every row, then the second of those whose draft was right, and so on: what a token
-        changes (counts of penalties, the random stream) is seen by the next.
+        changes (counts of penalties, the random stream, the mask of a grammar) is seen by the next.
         """
         inputs, ends = batch.inputs.tolist(), (*batch.starts[1:], len(batch.rows))
         turn, drawn, counts = list(enumerate(batch.starts)), [], [0] * len(batch.starts)
@@ -442,6 +443,10 @@ class LoopedDecode:
                 counts[row] += 1
                 if entry + 1 < ends[row] and inputs[entry + 1] == token:
                     right.append((row, entry + 1))
+            if right and go_on is not None:
+                following = [entry for _, entry in right]
+                goes = go_on(batch.rows[following].tolist(), [inputs[entry] for entry in following])
+                right = list(compress(right, goes))
             turn = right
         by_entry = torch.tensor(order).argsort()
         columns = ([own for own in column if own is not None] for column in zip(*drawn, strict=True))

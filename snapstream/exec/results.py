@@ -6,14 +6,15 @@ read. Grammars need the tokens earlier:
         step t samples --> tokens read --> matchers advance --> masks --> step t + 1 samples
 
 Invariant: before a row is sampled, its mask reflects all its earlier tokens. So a step waits for the tokens of the one
-before, but only if that sampled a row with a grammar.
+before, but only if that sampled a row with a grammar. In a step with drafts, matchers advance between two turns
+(``RowGrammars.go_on``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from time import perf_counter
 from typing import NamedTuple
 
@@ -242,10 +243,10 @@ class SubmittedStep:
         )
 
 
-def first_entries(rows: Sequence[int], verified: Sequence[Verified]) -> list[int]:
-    """The rows of sampled entries; -1 for all but the first of a row. Rows with a grammar have one."""
+def last_entries(rows: Sequence[int], verified: Sequence[Verified]) -> list[int]:
+    """The rows of sampled entries; -1 for all but the last of a row, which matchers took between turns."""
     pairs = zip(rows, verified, strict=True)
-    return [row if index == 0 else -1 for row, own in pairs for index in range(own.num_tokens)]
+    return [number for row, own in pairs for number in (*[-1] * (own.num_tokens - 1), row)]
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +265,7 @@ class RowGrammars:
         self._compiler = compiler
         self._state = state
         self._matchers: dict[int, Matcher] = {}
-        self._faults: dict[int, str] = {}  # rows that have a grammar and no matcher
+        self._faults: dict[int, str] = {}  # rows that have a grammar and no matcher: ends to report
         self._drawn: list[_Drawn] = []
 
     def prepare(self, entry: PrefillEntry) -> None:
@@ -299,6 +300,29 @@ class RowGrammars:
             drawn = _Drawn(tokens, places)
             self._drawn.append(drawn)
             step.add_grammar_ends(lambda: self._ends(drawn))
+
+    def holds(self, row: int) -> bool:
+        """Whether a row has a grammar that has not ended."""
+        return row in self._matchers
+
+    def forced(self, row: int, most: int) -> list[int]:
+        """Up to ``most`` tokens that must follow in a row."""
+        if most < 1 or row not in self._matchers:
+            return []
+        return list(takewhile(lambda token: token < self._state.vocab_size, self._matchers[row].forced()))[:most]
+
+    def possible(self, row: int, draft: list[int]) -> list[int]:
+        """A draft up to the first token that the grammar of its row does not allow."""
+        return draft[: self._matchers[row].num_allowed(draft)] if draft and row in self._matchers else draft
+
+    def go_on(self, rows: Sequence[int], tokens: Sequence[int]) -> list[bool]:
+        """See ``eager.GoOn``: the masks of rows that do are set; whose grammar has ended does not."""
+        own = {row: token for row, token in zip(rows, tokens, strict=True) if row in self._matchers}
+        for row, token in own.items():
+            self._matchers[row].take(token)
+        ends = self._allow(list(own))
+        self._faults.update(ends)  # of the last token that ``follow`` gets
+        return [row not in ends for row in rows]
 
     def catch_up(self) -> None:
         """Read the sampled tokens, advance the matchers, and set the masks of the next step."""

@@ -30,7 +30,7 @@ from snapstream.exec.results import (
     PromptLogprobs,
     RowGrammars,
     SubmittedStep,
-    first_entries,
+    last_entries,
     prefill_result,
     received_result,
 )
@@ -206,7 +206,8 @@ class ModelRunner:
         self.first.use_decode(self.decode)
         self.speculation = None
         if self.config.num_speculative_tokens and isinstance(self.decode, Verifier):
-            self.speculation = Speculation(self.step_parts, self.decode, self.config.num_speculative_tokens)
+            most = self.config.num_speculative_tokens
+            self.speculation = Speculation(self.step_parts, self.decode, most, self._grammars)
 
     @property
     def num_jobs(self) -> int:
@@ -278,6 +279,7 @@ class ModelRunner:
         """On rank 0, before all ranks run a plan: its ``drafts``."""
         if self.speculation is None or not plan.decode_rows:
             return None
+        self._grammars.catch_up()
         batch = self._batches.of(plan.decode_rows, self.first.params)
         return self.speculation.propose(plan.decode_rows, batch.rows)
 
@@ -288,7 +290,7 @@ class ModelRunner:
         else:
             sampled, verified = self.speculation.step(rows, batch.rows, batch.needs, plan.drafts)
         copy = step.add_decoded(sampled, batch.params, verified)
-        self._grammars.follow(rows if verified is None else first_entries(rows, verified), copy, step)
+        self._grammars.follow(rows if verified is None else last_entries(rows, verified), copy, step)
 
     def _drop(self, job_id: int) -> None:
         self._jobs.pop(job_id, None)

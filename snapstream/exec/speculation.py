@@ -7,6 +7,8 @@ the same (of ``looped`` to the bit: its products are batch-invariant). A drafted
 it, which is a function of logits, seed and count alone: answers are the same with and without drafts, greedy or
 sampled.
 
+Tokens that a row's grammar forces are drafted before others, which are cut at the first that it does not allow.
+
 Slots of rejected tokens beyond a row's length are never read. Those that overwrote a slot of a full ring are restored.
 Recurrent states go on by a row's last token alone, and then by the drafted ones that were accepted, from their inputs
 (``models/views.py:DraftsView``, ``kernels/cpu/looped/recurrent.h``).
@@ -31,7 +33,7 @@ from torch import Tensor
 from snapstream.config import KVBudget
 from snapstream.exec.eager import DecodeStep, DraftBatch, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
-from snapstream.exec.results import Arriving, Stopwatch, Verified
+from snapstream.exec.results import Arriving, RowGrammars, Stopwatch, Verified
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.memory import upload
@@ -134,11 +136,19 @@ class _Row:
     num_missed: int = 0  # drafts in a row of which nothing was accepted
     num_empty: int = 0  # lookups in a row that found nothing
     pause: int = 0  # steps until the next lookup
+    num_forced: int = 0  # tokens of the last draft that a grammar forces
     model_rate: float = _PRIOR_RATE  # as ``rate``, of the draft model's tokens
     model_pause: int = 0  # steps until the draft model is asked again
     model_wait: int = LEAST_WAIT  # the next such pause
     num_asked: int = 0  # steps in a row in which it was asked
     num_verified: int = 0  # steps with its tokens, since the last pause
+
+    def learn_model(self, accepted: int, drafted: int) -> None:
+        """So many of the draft model's tokens are right. The first ones say more than the prior."""
+        share = max(1.0 - _DECAY, 1.0 / (self.num_verified + 2))
+        self.num_verified += 1
+        for is_right in (*[1.0] * accepted, *[0.0] * (accepted < drafted)):
+            self.model_rate += share * (is_right - self.model_rate)
 
     def rest(self) -> None:
         """A step of the draft model's pause passes; behind it the row is as if it were new."""
@@ -189,6 +199,7 @@ class Speculation:
     parts: StepParts
     decode: VerifyingStep
     most: int  # drafted tokens per row and step
+    grammars: RowGrammars
     drafter: Drafter | None = None  # asked where prompt lookup finds nothing
 
     def __post_init__(self) -> None:
@@ -199,7 +210,8 @@ class Speculation:
         # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.
         self._fed: list[tuple[Sequence[_Row], Arriving]] = []
         self._timed: list[tuple[int, Stopwatch]] = []
-        self._asked: set[int] = set()  # of the rows last proposed for, those with drafts of the draft model
+        # Of the rows last proposed for, those with drafts of the draft model, and how many tokens it gave.
+        self._asked: dict[int, int] = {}
         self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
 
     def _least_ring(self, entry: PrefillEntry) -> int:
@@ -219,18 +231,18 @@ class Speculation:
                 History(entry.token_ids, entry.sampling.prediction),
                 num_left=entry.sampling.max_tokens,
                 num_safe=min([*filter(None, cache.layer_slots), *(budget.capacity for budget in budgets)]),
-                # No two entries share a slot of a ring. A grammar's mask is made between two tokens.
-                most=min(self.most, self._least_ring(entry) - 1) if entry.sampling.grammar is None else 0,
+                # No two entries share a slot of a ring. A GPU would wait for a grammar's mask in every turn.
+                most=0 if entry.sampling.grammar and self.is_lazy else min(self.most, self._least_ring(entry) - 1),
             )
 
     def propose(self, rows: tuple[int, ...], batch_rows: Tensor) -> tuple[tuple[int, ...], ...]:
         """Drafts of each row for the next step, where they pay; nothing if no row has any."""
         own = self._feed(rows, batch_rows)
-        self._asked = set()
+        self._asked = {}
         if not self._may_draft(own):
             return ()
         self._catch_up()
-        drafts = self._drafts(own)
+        drafts = self._drafts(rows, own)
         if self.drafter is not None:
             self._asked = self._ask(self.drafter, rows, own, drafts)
         return tuple(map(tuple, drafts)) if any(drafts) else ()
@@ -267,7 +279,8 @@ class Speculation:
         else:
             batch = draft_batch(rows, [row.history.last for row in own], drafts)
             backup = self._backup(batch, own)
-            sampled, counts = self.decode.verify(batch, needs)
+            follows = any(draft and self.grammars.holds(row) for row, draft in zip(rows, drafts, strict=True))
+            sampled, counts = self.decode.verify(batch, needs, self.grammars.go_on if follows else None)
             if backup is not None:
                 backup.restore(batch, counts)
         watch.stop()
@@ -275,7 +288,7 @@ class Speculation:
         if counts is None:
             return sampled, None
         for index, (row, draft, count) in enumerate(zip(own, drafts, counts, strict=True)):
-            _learn(row, draft, count, is_model=index in self._asked)
+            _learn(row, draft, count, num_asked=self._asked.get(index, 0))
         return sampled, [Verified(count, len(draft)) for count, draft in zip(counts, drafts, strict=True)]
 
     def _may_draft(self, rows: Sequence[_Row]) -> bool:
@@ -306,27 +319,32 @@ class Speculation:
             self._times.add(entries, watch.milliseconds() / 1e3)
         del self._fed[:num_fed], self._timed[:num_timed]
 
-    def _drafts(self, rows: Sequence[_Row]) -> list[list[int]]:
+    def _drafts(self, numbers: Sequence[int], rows: Sequence[_Row]) -> list[list[int]]:
         """Drafts of each row; tokens are added while the expected tokens per second rise."""
         found: list[list[int]] = []
         values: list[tuple[float, int]] = []  # expected tokens of a further draft, its row
-        for index, row in enumerate(rows):
+        for index, (number, row) in enumerate(zip(numbers, rows, strict=True)):
             draft: list[int] = []
+            forced = self.grammars.forced(number, self._most(row))
             if row.pause > 0:
                 row.pause -= 1
             elif row.most > 0:
-                draft = row.history.draft(self._most(row))
+                draft = self.grammars.possible(number, row.history.draft(self._most(row)))
+                if draft[: len(forced)] != forced:
+                    draft = []
                 row.num_empty = 0 if draft else row.num_empty + 1
                 if row.num_empty >= MANY_EMPTY:  # rows in the same steps, so that a GPU is waited for in few
                     row.pause = EMPTY_PAUSE - self._num_steps % (EMPTY_PAUSE + 1)
-            found.append(draft)
-            values += [(row.rate ** (i + 1), index) for i in range(len(draft))]
+            found.append(draft or forced)
+            row.num_forced = len(forced)
+            values += [(row.rate ** max(i + 1 - len(forced), 0), index) for i in range(len(found[-1]))]
         if not values:
             return found
         counts, expected = [0] * len(rows), float(len(rows))
         cost = self._times.cost(len(rows))  # of one more entry, in steps
         for entries, (value, index) in enumerate(sorted(values, key=lambda own: -own[0])[:MAX_DRAFTED]):
-            probes = rows[index].num_missed > 0 and counts[index] == 0  # seldom: a row pauses longer each time
+            own = rows[index]
+            probes = own.num_missed > 0 and counts[index] == own.num_forced  # seldom: a row pauses longer each time
             if not probes and value * (1.0 + cost * entries) <= cost * expected:
                 continue
             counts[index] += 1
@@ -340,8 +358,11 @@ class Speculation:
             most = min(most, row.num_safe - row.history.num_tokens)
         return max(most, 0)
 
-    def _ask(self, drafter: Drafter, numbers: Sequence[int], rows: Sequence[_Row], drafts: list[list[int]]) -> set[int]:
-        """Let the draft model fill in ``drafts`` that lookup left empty; the indices of those rows.
+    def _ask(
+        self, drafter: Drafter, numbers: Sequence[int], rows: Sequence[_Row], drafts: list[list[int]]
+    ) -> dict[int, int]:
+        """Let the draft model fill in ``drafts`` that lookup left empty; the indices of those rows, and how many tokens
+        it gave, before a grammar cut them.
 
         All of them together get the depth that gives the most expected tokens per second, the time of drafting
         included; rows for which that is 0 are left out for a while, and then tried as if they were new.
@@ -357,7 +378,7 @@ class Speculation:
                 else:
                     _wait(row, 0)
         if not limits:
-            return set()
+            return {}
         cost = self._times.cost(len(rows))  # in steps, as the time of a draft
         step = self._times.steps(drafter.seconds, len(rows)) or _PRIOR_SLOPE
         room = MAX_DRAFTED - sum(len(draft) for draft in drafts)
@@ -380,8 +401,12 @@ class Speculation:
             found = drafter.draft([(numbers[index], rows[index].history, count) for index, count in asked.items()])
             vocab = self.parts.decoder.config.vocab_size
             for index, draft in zip(asked, found, strict=True):
-                drafts[index] = list(takewhile(lambda token: 0 <= token < vocab, draft))
-        return set(asked)
+                whole = list(takewhile(lambda token: 0 <= token < vocab, draft))
+                drafts[index] = self.grammars.possible(numbers[index], whole)
+                if whole and not drafts[index]:  # none to verify
+                    rows[index].learn_model(0, 1)
+                asked[index] = len(whole)
+        return asked
 
     def _backup(self, batch: DraftBatch, rows: Sequence[_Row]) -> SlotBackup | None:
         """Contents of the slots that drafted tokens are written to, if any of these slots is in use."""
@@ -401,22 +426,23 @@ def _wait(row: _Row, count: int) -> None:
         row.model_pause, row.model_wait = min(row.model_wait, MOST_WAIT), 2 * row.model_wait
 
 
-def _learn(row: _Row, draft: Sequence[int], count: int, *, is_model: bool) -> None:
-    """The step has accepted ``count - 1`` of a row's drafted tokens."""
+def _learn(row: _Row, draft: Sequence[int], count: int, *, num_asked: int) -> None:
+    """The step has accepted ``count - 1`` of a row's drafted tokens, which are from the ``num_asked >= 1`` tokens of
+    the draft model, or else begin with those that are forced.
+    """
     accepted = count - 1
     for token in draft[:accepted]:
         row.history.append(token)
     row.num_left -= accepted
     if not draft:
         return
-    results = (*[1.0] * accepted, *[0.0] * (accepted < len(draft)))
-    if is_model:  # the first ones say more than the prior
-        share = max(1.0 - _DECAY, 1.0 / (row.num_verified + 2))
-        row.num_verified += 1
-        for is_right in results:
-            row.model_rate += share * (is_right - row.model_rate)
+    if num_asked:
+        row.learn_model(accepted, num_asked)
         return
-    for is_right in results:
+    accepted, num_found = accepted - row.num_forced, len(draft) - row.num_forced
+    if accepted < 0 or num_found <= 0:
+        return  # nothing that was looked up was verified
+    for is_right in (*[1.0] * accepted, *[0.0] * (accepted < num_found)):
         row.rate = _DECAY * row.rate + (1.0 - _DECAY) * is_right
     if accepted:
         row.num_missed = 0

@@ -47,7 +47,8 @@ from snapstream.models.matrix import make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import Share
-from snapstream.startup.build import build_rank, load_draft_model
+from snapstream.models.tokenizer import has_tokenizer, load_tokenizer
+from snapstream.startup.build import build_rank, grammar_compiler, load_draft_model
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
 from snapstream.types import RequestOutput, SamplingParams
 from snapstream.wire import pack, unpack
@@ -308,7 +309,8 @@ def drafting(group: Group, asked: Drafted, settings: dict[str, Any]) -> list[Req
             return asked.answers(tensor_parallel=group.size, make_runner=make, **settings)
         config = next(heard(EngineConfig))
         model = read_model_config(asked.folder)
-        rank = RankRunner(build_rank(asked.folder, model, config, None, False, group), group, checks=True)
+        grammars = grammar_compiler(load_tokenizer(asked.folder) if has_tokenizer(asked.folder) else None, model)
+        rank = RankRunner(build_rank(asked.folder, model, config, grammars, False, group), group, checks=True)
         for plan in heard(StepPlan):
             rank.submit(plan)
         return []

@@ -207,6 +207,11 @@ def test_whole_engines(folder: Path, start: Callable[[], LLM], monkeypatch: pyte
         pair.same(prompts[1:], SamplingParams(max_tokens=16, temperature=0.7, seed=7, repetition_penalty=1.2))
         grammar = Grammar.regex("[a-f]{2,6}(-[0-9]{3}){1,2}")
         pair.same(prompts[:2], SamplingParams(max_tokens=40, temperature=0.9, seed=3, grammar=grammar))
+        names = {"the_first_long_name": {"enum": ["ab", "ac"]}, "the_second_long_name": {"type": "boolean"}}
+        grammar = Grammar.json_schema({"type": "object", "properties": names, "required": list(names)})
+        for sampling in (GREEDY, SamplingParams(max_tokens=90, temperature=0.9, seed=4, n=2, logprobs=1)):
+            [bound, *_] = pair.same(prompts[:2], replace(sampling, max_tokens=90, ignore_eos=False, grammar=grammar))
+            assert bound.finish_reason == "stop" and bound.timings.accepted_tokens > 20
         [said] = pair.same(prompts[:1], params := SamplingParams(max_tokens=60, seed=8, ignore_eos=True))
         edited = [7 if place % 9 == 8 else token for place, token in enumerate(said.token_ids)]
         [again] = pair.same(prompts[:1], replace(params, prediction=edited, stop=(said.text[-9:-6],)))

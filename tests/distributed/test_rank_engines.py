@@ -18,6 +18,7 @@ from snapstream.kv.selectors.diverse import Diverse
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint
+from snapstream.models.tokenizer import has_tokenizer
 from snapstream.types import Request, RequestOutput
 from tests.disaggregation.pair import joined
 from tests.disaggregation.test_rows_between_engines import PARAMS, SETTINGS, TEXTS, check, requests_of
@@ -26,7 +27,7 @@ from tests.distributed.cases import Drafted, counted
 from tests.distributed.pairs import Pair, assert_same, ids
 from tests.distributed.pool import Pool
 from tests.distributed.travelling import Carried, carried
-from tests.engine.test_speculation import draw_params, repeating
+from tests.engine.test_speculation import draw_params, repeating, some_with_grammars, with_letters
 from tests.llm.conftest import write_checkpoint
 from tests.parity.checkpoints import VOCAB, make_model, save
 
@@ -186,9 +187,10 @@ def test_drafts_over_ranks_change_no_answer(
     ranks: str, name: str, changes: dict[str, Any], settings: dict[str, Any], executor: str,
     tmp_path: Path, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """Greedy and sampled, with penalties, log-probabilities, several samples: see ``draw_params``."""
+    """Greedy and sampled, with penalties, log-probabilities, grammars, several samples: see ``draw_params``."""
     pool, of_ranks = request.getfixturevalue(ranks), {"experts": "ep" if ranks == "four" else "tp"}
-    folder, random = save(make_model(name, **changes), tmp_path), Random(f"{ranks} {name} {len(settings)}")
+    folder = with_letters(save(make_model(name, **changes), tmp_path))
+    random = Random(f"{ranks} {name} {len(settings)}")
     if "heads" in settings:
         settings = settings | {"heads": HeadProfile(shares=SHARES, model=fingerprint(folder))}
     settings = FOUR_RANKS_SETTINGS | {"executor": executor} | settings
@@ -200,7 +202,10 @@ def test_drafts_over_ranks_change_no_answer(
 def drawn(random: Random, folder: Path, settings: dict[str, Any]) -> Drafted:
     count = 19 if settings["max_rows"] in (16, 17) else 10
     prompts = [repeating(random, random.choice([1, 4, 30, 33, 60, 80])) for _ in range(count)]
-    return Drafted(folder=folder, settings=settings, prompts=prompts, params=[draw_params(random) for _ in prompts])
+    params = [draw_params(random) for _ in prompts]
+    if has_tokenizer(folder):
+        params = some_with_grammars(random, params)
+    return Drafted(folder=folder, settings=settings, prompts=prompts, params=params)
 
 
 def with_answers(asked: Drafted, want: list[RequestOutput]) -> Drafted:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
@@ -20,7 +25,9 @@ from snapstream.exec import draft_model, speculation
 from snapstream.exec.cuda_graph import make_graph
 from snapstream.exec.draft_model import DraftModel
 from snapstream.exec.eager import DraftBatch, EagerDecode, MakeDecode
+from snapstream.exec.results import RowGrammars
 from snapstream.exec.sampling import Sampled
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.exec.speculation import MIN_MATCH, History, Speculation, StepTimes
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -174,9 +181,9 @@ def answers(folder: Path, count: int, prompts: list[list[int]], params: list[Sam
 def test_answers_are_those_without_drafts(
     name: str, budget: str, executor: str, tmp_path: Path, oracle: Oracle
 ) -> None:
-    folder, random = save(make_model(name), tmp_path), Random(f"{name} {budget}")
+    folder, random = with_letters(save(make_model(name), tmp_path)), Random(f"{name} {budget}")
     prompts = [repeating(random, random.choice([1, 4, 30, 33, 90, 150])) for _ in range(14)]
-    params = [draw_params(random) for _ in prompts]
+    params = some_with_grammars(random, [draw_params(random) for _ in prompts])
     settings: dict[str, Any] = {"budget": BUDGETS[budget], "executor": executor}
     if name in (
         "mixtral", "deepseek-v3", "gpt-oss", "lfm2-moe", "qwen3-next", "qwen3.5", "granite-hybrid-moe", "nemotron-3",
@@ -311,18 +318,138 @@ def test_a_prediction_is_drafted_from() -> None:
     assert got.timings.accepted_tokens > 30 > want.timings.accepted_tokens
 
 
+NAMES = {
+    "the_first_long_property_name": {"type": "string", "maxLength": 9}, "another_long_name": {"enum": ["abc", "abd"]},
+    "the_third_of_the_long_names": {"type": "integer", "minimum": 0, "maximum": 999},
+}  # fmt: skip
+SCHEMA = {"type": "object", "properties": NAMES, "required": list(NAMES), "additionalProperties": False}
+LONG_NAMES = Grammar.json_schema(SCHEMA)
+CALL = Grammar.lark(f'start: "<call>" /[a-c]{{1,3}}/ " with " %json {json.dumps(SCHEMA)} "</call>"')
+ENDS_FORCED = Grammar.regex("[ab]{1,2}cdefghijkl|xyz")
+GRAMMARS = [
+    LONG_NAMES, CALL, ENDS_FORCED, Grammar.regex("[a-f]{2,6}(-[0-9]{3}){1,2}"), Grammar.json_object(),
+    replace(LONG_NAMES, preface='preface: "<think>" /[a-d]{0,9}/ "</think>"'),
+]  # fmt: skip
+
+
+def with_letters(folder: Path) -> Path:
+    """Add a tokenizer: letters, and some pairs of them."""
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet())[:94], "\u0120", "\u010a"]
+    pairs = [*product("abcdef", repeat=2), *product("0123456789", repeat=2)][: VOCAB - 3 - len(letters)]
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *letters, *map("".join, pairs)])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder)
+    return folder
+
+
+def some_with_grammars(random: Random, params: list[SamplingParams]) -> list[SamplingParams]:
+    """A third of ``params`` with a grammar, a few with a stop string."""
+    return [
+        replace(
+            own, grammar=random.choice([None, None, random.choice(GRAMMARS)]), stop=random.choice([[]] * 5 + [["e_"]])
+        )
+        for own in params
+    ]
+
+
+@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("has_lookups", [False, True])
+def test_answers_under_grammars_are_those_without_drafts(
+    executor: str, has_lookups: bool, tmp_path: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every kind of grammar, greedy and sampled, beside rows without one; of rows alone, tokens that are forced."""
+    if not has_lookups:
+        monkeypatch.setattr(History, "draft", lambda history, most: [])
+    folder, random = with_letters(save(make_model("qwen3"), tmp_path)), Random(f"{executor} {has_lookups}")
+    params = [replace(draw_params(random), grammar=own) for own in [*GRAMMARS, None] * 4]
+    params = [replace(own, stop=random.choice([[], [], ["e_", "-1"]])) for own in params]
+    prompts = [repeating(random, random.choice([1, 30, 90])) for _ in params]
+    settings: dict[str, Any] = {"budget": BUDGETS["rows"], "executor": executor}
+    want, oracle.texts, _ = answers(folder, 0, prompts, params, **settings)
+    got, _, (num_drafted, num_accepted) = answers(folder, 6, prompts, params, **settings)
+    assert got == want and num_drafted >= num_accepted > 60
+    assert num_accepted < num_drafted if has_lookups else num_accepted > 0.95 * num_drafted
+
+
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.usefixtures("costless")
-def test_grammars_draft_nothing_and_their_neighbours_do(executor: str) -> None:
+def test_ends_within_accepted_tokens(executor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a grammar, of max_tokens, by a stop string and a stop token: no token is lost and none too many."""
+    monkeypatch.setattr(History, "draft", lambda history, most: [])
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, grammar=ENDS_FORCED)
+    with LLM(TINY_MODEL, max_rows=3, num_speculative_tokens=8, progress=False, **by(executor)) as llm:
+        (comma,) = llm.tokenizer(",", add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+        params = [
+            greedy,
+            *(replace(greedy, max_tokens=most) for most in (3, 4, 6)),
+            replace(greedy, stop=["fg"]),
+            replace(greedy, grammar=Grammar.regex("aa,bcdefgh"), stop_token_ids=(comma,)),
+            replace(greedy, temperature=1.0, seed=4, n=3, logprobs=2),
+        ]
+        outputs = llm.generate(["Letters: "] * len(params), params)
+        whole = llm.tokenizer(outputs[0].text, add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+    assert re.fullmatch(ENDS_FORCED.text, outputs[0].text) and outputs[0].finish_reason == "stop"
+    assert outputs[0].token_ids == whole
+    for output, most in zip(outputs[1:4], (3, 4, 6), strict=True):
+        assert (output.token_ids, output.finish_reason) == (whole[:most], "length")
+    assert outputs[4].text == outputs[0].text.split("fg")[0] and outputs[4].samples[0].stop_reason == "fg"
+    assert outputs[5].text == "aa" and outputs[5].samples[0].stop_reason == comma
+    for sample in outputs[6].samples:
+        assert re.fullmatch(ENDS_FORCED.text, sample.text) and len(sample.logprobs or ()) == len(sample.token_ids)
+    assert all(output.timings.accepted_tokens for output in outputs)
+
+
+@needs_compiler
+def test_forced_tokens_are_drafted_whatever_lookups_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lookups that are always wrong end in a pause; what they are known for is not that of forced tokens."""
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.05)
+    lookups: list[int] = []
+
+    def draft(history: History, most: int) -> list[int]:
+        lookups.append(history.num_tokens)
+        return wrong * most
+
+    params = SamplingParams(max_tokens=400, temperature=0.0, grammar=Grammar.json_schema(
+        {"type": "array", "items": SCHEMA, "minItems": 4, "maxItems": 4}
+    ))  # fmt: skip
+    found = []
+    with LLM(TINY_MODEL, num_speculative_tokens=8, max_rows=2, progress=False) as llm:
+        wrong = llm.tokenizer("Q", add_special_tokens=False)["input_ids"]  # type: ignore[misc]
+        for fake in (lambda history, most: [], draft):
+            monkeypatch.setattr(History, "draft", fake)
+            found += llm.generate(["A list: "], params)
+    without, beside = found
+    assert beside.token_ids == without.token_ids and "Q" not in beside.text
+    assert beside.timings.accepted_tokens == without.timings.accepted_tokens > 0.4 * len(without.token_ids)
+    assert 0 < beside.timings.drafted_tokens - without.timings.drafted_tokens < 40
+    assert len(lookups) < 0.7 * (len(without.token_ids) - without.timings.accepted_tokens)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("costless")
+def test_text_that_repeats_under_a_grammar_is_looked_up() -> None:
+    params = SamplingParams(max_tokens=120, temperature=0.9, seed=7, grammar=LONG_NAMES)
+    with LLM(TINY_MODEL, num_speculative_tokens=8, max_rows=2, progress=False) as llm:
+        (want,) = llm.generate(["One: "], params)
+        (got,) = llm.generate(["One: "], replace(params, prediction=want.token_ids))
+    assert got.token_ids == want.token_ids
+    assert got.timings.accepted_tokens > want.timings.accepted_tokens > 20
+
+
+@pytest.mark.usefixtures("costless")
+def test_on_a_gpu_rows_with_a_grammar_draft_nothing() -> None:
     text = "one two three four five six seven " * 9
-    params = [
-        SamplingParams(max_tokens=24, temperature=0.0, grammar=Grammar(kind="regex", text="[a-z ]{20}")),
-        SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
-    ]
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    params = [replace(greedy, grammar=LONG_NAMES), greedy]
     said = []
-    for count in (0, 8):
-        with LLM(TINY_MODEL, num_speculative_tokens=count, max_rows=4, progress=False, **by(executor)) as llm:
-            said.append([output.token_ids for output in llm.generate([text, text], params)])
+    for is_lazy in (False, True):
+        with LLM(TINY_MODEL, executor="eager", num_speculative_tokens=8, max_rows=4, progress=False) as llm:
+            llm.engine.runner.speculation.is_lazy = is_lazy  # type: ignore[attr-defined]
+            outputs = llm.generate([text, text], params)
+        said.append([output.token_ids for output in outputs])
+        assert (outputs[0].timings.drafted_tokens == 0) == is_lazy and outputs[1].timings.accepted_tokens > 0
     assert said[0] == said[1]
 
 
@@ -467,7 +594,7 @@ def test_a_draft_model_beside_all_that_rows_have(executor: str, tmp_path: Path) 
     texts = ["one two three four five six seven", "The quick brown fox"]
     greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     params = [
-        replace(greedy, max_tokens=24, grammar=Grammar(kind="regex", text="[a-z ]{20}")), replace(greedy, stop=["e"]),
+        replace(greedy, max_tokens=24, grammar=Grammar.regex("[ -~]{24,30}")), replace(greedy, stop=["e"]),
     ]  # fmt: skip
     said = []
     for draft in (None, TINY_MODEL):
@@ -475,6 +602,7 @@ def test_a_draft_model_beside_all_that_rows_have(executor: str, tmp_path: Path) 
             outputs = llm.generate(texts, params)
             said.append([(output.text, output.finish_reason) for output in outputs])
     assert said[0] == said[1]
+    assert outputs[0].timings.accepted_tokens > 5
 
 
 @pytest.mark.parametrize("executor", [*EXECUTORS, "eager only"])
@@ -566,7 +694,7 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
     monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.2)
     with LLM(TINY_MODEL, progress=False) as llm:
         runner, drafter = llm.engine.runner, Wrong()
-        own = Speculation(runner.step_parts, NeverRight(), 8, drafter)  # type: ignore[arg-type]
+        own = Speculation(runner.step_parts, NeverRight(), 8, no_grammars(), drafter)  # type: ignore[arg-type]
         from snapstream.step import PrefillEntry
 
         entry = PrefillEntry(
@@ -578,6 +706,19 @@ def test_a_draft_model_that_does_not_pay_is_asked_ever_more_rarely(monkeypatch: 
         for _ in range(2000):
             own.step((0,), torch.tensor([0]), None)  # type: ignore[arg-type]
     assert 5 < drafter.num_asked < 80
+
+
+@needs_compiler
+def test_a_draft_model_that_a_grammar_refuses_is_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(History, "draft", lambda history, most: [])
+    monkeypatch.setattr(StepTimes, "cost", lambda self, entries: 0.05)
+    monkeypatch.setattr(StepTimes, "steps", lambda self, seconds, entries: 0.2)
+    params = SamplingParams(max_tokens=250, temperature=0.0, grammar=Grammar.regex("[0-9]{240}"))
+    with LLM(TINY_MODEL, num_speculative_tokens=8, max_rows=1, progress=False) as llm:
+        own: Any = llm.engine.runner.speculation  # type: ignore[attr-defined]
+        own.drafter = drafter = Wrong()
+        (output,) = llm.generate(["Digits: "], params)
+    assert output.timings.drafted_tokens == 0 and 0 < drafter.num_asked < 40
 
 
 @pytest.mark.parametrize(
@@ -685,6 +826,10 @@ def plain_draft(ids: list[int], most: int) -> list[int]:
     return []
 
 
+def no_grammars() -> RowGrammars:
+    return RowGrammars(None, SamplingState(1, VOCAB, "cpu"))
+
+
 class NeverRight:
     """A step whose drafts are all wrong, and that costs its entries."""
 
@@ -698,7 +843,7 @@ class NeverRight:
         self.num_verified.append(0)
         return Sampled(torch.zeros_like(rows))
 
-    def verify(self, batch: DraftBatch, needs: object) -> tuple[Sampled, list[int]]:
+    def verify(self, batch: DraftBatch, needs: object, go_on: object = None) -> tuple[Sampled, list[int]]:
         self.num_verified.append(len(batch.rows) - len(batch.starts))
         return Sampled(torch.zeros(len(batch.starts), dtype=torch.int64)), [1] * len(batch.starts)
 
@@ -709,7 +854,7 @@ def test_drafts_that_are_never_right_become_rare() -> None:
     with LLM(TINY_MODEL, num_speculative_tokens=8, progress=False) as llm:
         runner = llm.engine.runner
         decode = NeverRight()
-        own = Speculation(runner.step_parts, decode, 8)  # type: ignore[arg-type]
+        own = Speculation(runner.step_parts, decode, 8, no_grammars())  # type: ignore[arg-type]
         prompt = Request(
             request_id="r",
             prompt_token_ids=tuple([1, 2] * 20),

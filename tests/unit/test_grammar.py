@@ -120,6 +120,36 @@ def test_masks_are_those_of_trying_every_token() -> None:
     assert written in options and matcher.fault == ""
 
 
+@pytest.mark.parametrize("text", [TINY, byte_level(), sentencepiece()], ids=["tiny", "bytes", "sentencepiece"])
+def test_forced_tokens_and_drafts_are_those_of_masks(text: str) -> None:
+    """Looking ahead changes no mask."""
+    compiler, draw, num_forced = compiler_of(text), random.Random(5), 0
+    schema = {"type": "object", "properties": {"name_of_it": {"enum": ["abc", "abd"]}, "ok": {"type": "boolean"}},
+              "required": ["name_of_it", "ok"], "additionalProperties": False}  # fmt: skip
+    for grammar in (Grammar.json_schema(schema), Grammar.regex("[ab]{1,3}cd(ef)?-[0-9]")):
+        for seed in range(4):
+            ids, fault = write(compiler, grammar, seed)
+            assert fault == ""
+            one, other = compiler.matcher(grammar), compiler.matcher(grammar)
+            for place, token in enumerate(ids):
+                forced, ahead = one.forced(), one.copy()
+                for own in forced:
+                    assert allowed(ahead, compiler) == {own}
+                    ahead.take(own)
+                assert forced == ids[place : place + len(forced)]
+                num_forced += len(forced)
+                wrong = draw.randrange(3, Tokenizer.from_str(text).get_vocab_size())
+                right = ids[place : place + 4]
+                assert one.num_allowed(right) == len(right) and one.num_allowed([]) == 0
+                if wrong not in (allowed(other.copy(), compiler) or ()) and not forced:
+                    assert one.num_allowed([wrong, *right]) == 0
+                assert allowed(one, compiler) == allowed(other, compiler)
+                one.take(token)
+                other.take(token)
+            assert allowed(one, compiler) is None and one.forced() == []
+    assert num_forced > 40
+
+
 def test_an_end_token_only_where_the_text_is_complete() -> None:
     compiler = compiler_of()
     matcher = compiler.matcher(Grammar.regex("7+"))

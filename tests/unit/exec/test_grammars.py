@@ -10,7 +10,7 @@ import torch
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, make_selector
-from snapstream.exec.results import Finished, HostCopy, RowGrammars, SubmittedStep
+from snapstream.exec.results import Finished, HostCopy, RowGrammars, SubmittedStep, Verified, last_entries
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingState
 from snapstream.grammar import GrammarCompiler
@@ -68,6 +68,40 @@ def test_masks_follow_the_tokens_of_their_own_row(compiler: GrammarCompiler) -> 
     assert last.result().grammar_ends == {1: "", 3: ""}  # read before another step came: it catches up itself
     assert (state.allowed == ALL).all()
     assert draw(grammars, [1, 3], [5, 5], 2).result().grammar_ends == {}  # surplus tokens
+
+
+def test_masks_follow_accepted_drafts_within_a_step(compiler: GrammarCompiler) -> None:
+    """Rows advance between turns by all tokens but their last, which the next step takes; ends are of the last."""
+    state = SamplingState(4, VOCAB, "cpu")
+    grammars = RowGrammars(compiler, state)
+    a, b, c = (id_of(compiler, letter) for letter in "abc")
+    for row, pattern in ((0, "[ab]cb"), (1, None), (2, "[ab]c"), (3, "[ab]{3}")):
+        grammars.admit(entry_of((row,), pattern))
+    assert [grammars.holds(row) for row in range(4)] == [True, False, True, True]
+    assert all(grammars.forced(row, 8) == [] for row in range(4))  # a choice, or no grammar
+    assert grammars.possible(0, [a, c, a]) == [a, c] and grammars.possible(1, [a, c, a]) == [a, c, a]
+    assert grammars.possible(2, [c]) == [] and grammars.possible(3, []) == []
+    assert grammars.go_on([0, 1, 2], [a, 7, b]) == [True, True, True]
+    assert grammars.forced(0, 8) == [c, b] and grammars.forced(0, 1) == [c] and grammars.forced(0, 0) == []
+    assert num_allowed(state, 0) == num_allowed(state, 2) == 1 and num_allowed(state, 3) > 1
+    assert state.allowed is not None and (state.allowed[1] == ALL).all()
+    assert grammars.go_on([0, 2], [c, c]) == [True, False]
+    assert not grammars.holds(2) and (state.allowed[2] == ALL).all()
+    verified = [Verified(3, 3), Verified(2, 1), Verified(2, 2), Verified(1, 0)]
+    rows = last_entries((0, 1, 2, 3), verified)
+    assert rows == [-1, -1, 0, -1, 1, -1, 2, 3]
+    step = draw(grammars, rows, [a, c, b, 7, 7, b, c, a])
+    assert step.result().grammar_ends == {0: "", 2: ""}
+    assert num_allowed(state, 3) >= 2 and grammars.holds(3) and not grammars.holds(0)
+
+
+def test_forced_tokens_are_those_of_the_model(compiler: GrammarCompiler) -> None:
+    """A tokenizer may have more tokens than the model."""
+    token = id_of(compiler, "z")
+    for size in (token, VOCAB):
+        grammars = RowGrammars(compiler, SamplingState(1, size, "cpu"))
+        grammars.admit(entry_of((0,), "zz[ab]"))
+        assert grammars.forced(0, 8)[:1] == ([token] if size > token else [])
 
 
 def test_a_row_given_away_forgets_its_grammar(compiler: GrammarCompiler) -> None:
