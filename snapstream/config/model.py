@@ -450,6 +450,7 @@ class ModelConfig:
     index_topk: int | None = None  # tokens that an indexer chooses for a query (DSA); it is left out: all are attended
     num_mtp_layers: int = 0  # layers behind the last, which predict further tokens; they are not loaded
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
+    norms_after_rope: bool = False  # these norms come after the rotation (Hunyuan)
     has_whole_qk_norm: bool = False  # RMSNorm over all heads of q together, and over those of k (OLMo 2)
     moe: MoEConfig | None = None  # None: every layer has one MLP
     bos_token_id: int | None = None
@@ -530,6 +531,16 @@ class ModelConfig:
         )
         check(
             not (self.qk_norm and self.has_whole_qk_norm), "norms of heads and of whole projections exclude each other"
+        )
+        check(
+            not self.norms_after_rope
+            or (
+                self.qk_norm
+                and self.rope.kind in ("default", "linear", "dynamic", "llama3")
+                and self.windows is self.rotated_layers is None
+            ),
+            f"rope {self.rope.kind}, sliding windows or layers without rotary embedding are not supported with norms "
+            "of queries and keys after the rotation",
         )
         check(
             not (self.is_parallel or self.is_centered)

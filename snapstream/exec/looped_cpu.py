@@ -9,7 +9,7 @@ eager's but for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, byref
 from itertools import compress
@@ -51,7 +51,7 @@ from snapstream.kernels.cpu.looped.library import (
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import bias_of_sum, expert_bias_of_sum
+from snapstream.models.layers import bias_of_sum, expert_bias_of_sum, turned_scale
 from snapstream.models.matrix import JoinedMatrix, MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.recurrent import in_scales
@@ -101,7 +101,8 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     recurrent, kinds = _recurrent(decoder, num_drafted), _kinds(config)
-    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder))
+    turned = [turned_scale(config, decoder.weights.layer(index)) for index in range(config.num_layers)]
+    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder, turned))
     recurrent.projected = max(own.recurrent_in.rows for own in parts)
     recurrent.mixed = max(own.recurrent_out.cols for own in parts)
     model = Model(
@@ -133,12 +134,12 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         **{name: address(vectors.get(name)) for name in _VECTORS},
         post_norm=address(vectors.get("post_norm" if config.mlp_layers is None else "input_norm")),
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated, recurrent, kinds, parts
+    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, turned
     return model
 
 
-def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
-    """Of every layer; a view of a stack's layer lies where the stack does."""
+def _layer_parts(decoder: Decoder, turned: Sequence[Tensor | None]) -> Iterator[LayerParts]:
+    """Of every layer; a view of a stack's layer lies where the stack does. ``turned``: of each its ``turned_scale``."""
     config, group = decoder.shard, decoder.group
     recurrent = {DeltaNet: "delta", Mamba2: "mamba"}.get(type(config.recurrent), "conv")
     for index in range(config.num_layers):
@@ -158,6 +159,7 @@ def _layer_parts(decoder: Decoder) -> Iterator[LayerParts]:
             scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
             per_layer_table=_layer_stack(weights, "embed_per_layer"),
             **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
+            turned_scale=address(turned[index]),
             **{name: address(weights.optional(name)) for name in _LAYER_VECTORS},
         )  # fmt: skip
 

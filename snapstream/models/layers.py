@@ -400,7 +400,7 @@ class DenseLayer:
         index = self._index
         self._qkv, self._qkv_bias = weights.matrix("qkv"), weights.optional("qkv_bias")
         self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), self._group)
-        self._head_norm = _head_norm(config, weights, index)
+        self._head_norm, self._turned_scale = _head_norm(config, weights, index), turned_scale(config, weights)
         is_full, is_shared = config.layer_windows[index] is None, config.source_of(index) != index
         self._num_values = config.heads_of(index).num_kv_heads
         self._num_copied = self._num_values if config.keys_are_values and is_full and not is_shared else 0
@@ -438,6 +438,8 @@ class DenseLayer:
         if self._rope_kind is not None:
             cos, sin = rope[0][self._rope_kind], rope[1][self._rope_kind]
             rope = cos[..., : self._head_dim].contiguous(), sin[..., : self._head_dim].contiguous()
+        if self._turned_scale is not None:
+            rope = rope[0] * self._turned_scale, rope[1] * self._turned_scale
         if not self._is_rotated:
             rope = torch.full_like(rope[0], self._unrotated), torch.zeros_like(rope[1])
         if not self._num_gates:
@@ -501,6 +503,22 @@ class MlpLayer(DenseLayer):
         return self._ended(self._group.all_reduce(self._mlp(attended)), None, self._mlp_multiplier)
 
 
+def turned_scale(config: ModelConfig, weights: LayerWeights) -> Tensor | None:
+    """What queries and keys are multiplied by once rotated ``[E]``, where their norms come after the rotation.
+
+    A rotation keeps the size of a head, so it is divided before. Products of queries and keys have the weights of both
+    norms: here each has the root of their product, so that both take one table of cosines and sines.
+    """
+    if not config.norms_after_rope:
+        return None
+    product = weights.vector("q_norm").to(torch.float32) * weights.vector("k_norm").to(torch.float32)
+    if bool((product < 0).any()):
+        raise ValueError(
+            "weights of the norms of queries and keys differ in their sign, which is not supported after the rotation"
+        )
+    return product.sqrt()
+
+
 def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNorm:
     """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call; of a layer that shares the keys of
     another that of q alone. Where scores are not divided by sqrt(E), q is multiplied by it.
@@ -510,6 +528,8 @@ def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNo
         return HeadNorm(None, config.rms_norm_eps, sinks, config.score_cap)
     q, k = weights.vector("q_norm"), weights.optional("k_norm")
     num_kv_heads, size = config.heads_of(layer)
+    if config.norms_after_rope:
+        q = k = torch.ones_like(q)
     if config.has_unscaled_scores:
         q = q.to(torch.float32) * size**0.5
         k = None if k is None else k.to(torch.float32)

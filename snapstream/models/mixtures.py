@@ -1,5 +1,5 @@
 """Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3,
-Mellum, K-EXAONE, Kolibri, Flint. No torch.
+Mellum, K-EXAONE, Kolibri, Flint, Hunyuan. No torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import MoEConfig
-from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
@@ -226,6 +226,53 @@ def _flint_tensors(config: ModelConfig) -> TensorSpecs:
     return renamed(decoder_tensors(config), {".shared_experts.": ".shared_expert."})
 
 
+def hunyuan_settings(settings: Settings) -> Settings:
+    """Fields with a number for each layer as one, and a fixed ``alpha`` of the rope as the base that it stretches."""
+    per_layer = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
+    lists = {name: settings[name] for name in per_layer if isinstance(settings.get(name), list)}
+    found = {**settings, **{name: own[0] for name, own in lists.items() if own and own == own[:1] * len(own)}}
+    rope = rope_settings(found)
+    if "dynamic" not in (rope.get("rope_type"), rope.get("type")) or rope.get("alpha") is None:
+        return found
+    size = found.get("head_dim") or whole_number(found, "hidden_size") // whole_number(found, "num_attention_heads")
+    alpha, theta = number(rope, "alpha", above=0.0), number(rope, "rope_theta", above=1.0)
+    return {**found, "rope_scaling": None, "rope_parameters": {"rope_theta": theta * alpha ** (size / (size - 2))}}
+
+
+def _hunyuan_moe(settings: Settings) -> Recipe:
+    """Queries and keys are normed after the rotation; beside the experts every token passes an MLP of their size."""
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "moe_topk"),
+        inner=whole_number(settings, "intermediate_size"),
+        num_shared=1,
+        normalise=True,
+    )
+    return {**attention_biases(settings), "qk_norm": True, "norms_after_rope": True, "moe": moe}
+
+
+def _hunyuan_refusals(settings: Settings) -> list[str]:
+    """Fields that transformers does not read and that would change the model, or differ by layer."""
+    known = {"moe_intermediate_size": settings.get("intermediate_size"), "num_shared_expert": 1, "use_cla": False}
+    reasons = [
+        f"{name} is {settings[name]!r}; of this architecture it must be {value!r} in every layer"
+        for name, value in known.items()
+        if settings.get(name, value) != value
+    ]
+    for name in ("num_experts", "moe_topk"):
+        if isinstance(settings.get(name), list):
+            reasons.append(f"{name} is {settings[name]!r}; it must be the same in every layer")
+    return reasons
+
+
+HUNYUAN_NAMES = {"self_attn.q_norm.": "self_attn.query_layernorm.", "self_attn.k_norm.": "self_attn.key_layernorm."}
+
+
+def _hunyuan_moe_tensors(config: ModelConfig) -> TensorSpecs:
+    names = {**HUNYUAN_NAMES, "mlp.gate.weight": "mlp.gate.wg.weight", ".shared_experts.": ".shared_mlp."}
+    return renamed(decoder_tensors(config), names)
+
+
 MINIMAX_M2 = Family(
     defaults={
         "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
@@ -332,3 +379,11 @@ FLINT = Family(
     aliases={"self_attn.softmax_offset": "self_attn.sinks"},  # of published files
     tensors=_flint_tensors,
 )  # fmt: skip
+HUNYUAN_MOE = Family(
+    defaults={"bos_token_id": 1, "eos_token_id": 2, "moe_topk": 1, "num_experts": 1, "rms_norm_eps": 1e-5},
+    rewrite=hunyuan_settings,
+    recipe=_hunyuan_moe,
+    refusals=_hunyuan_refusals,
+    has_experts=True,
+    tensors=_hunyuan_moe_tensors,
+)

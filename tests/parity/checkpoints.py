@@ -353,6 +353,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
          "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "norm_topk_prob": False, "attention_bias": True,
          "mlp_only_layers": [], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
+    "hunyuan-moe": (  # norms of heads after the rotation
+        "HunYuanMoEV1Config",
+        {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "head_dim": 20, "attention_bias": True,
+         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}},
+    ),
+    "hunyuan-moe-panels": (
+        "HunYuanMoEV1Config",
+        {"num_experts": 4, "moe_topk": 2, "intermediate_size": 32, "head_dim": 32, "hidden_size": 64,
+         "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
     "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
     "iquest-coder": ("IQuestCoderConfig", {"head_dim": 20, "num_key_value_heads": 1}),
@@ -520,6 +530,8 @@ def make_model(name: str, **sizes: Any) -> Any:
 def randomise_corrections(model: Any) -> None:
     """Corrections of routers are made as zeros, scales and scalars as ones: random ones show whether they are used."""
     for key, value in (*model.named_buffers(), *model.named_parameters()):
+        if key.endswith(("query_layernorm.weight", "key_layernorm.weight")):  # of one sign, see turned_scale
+            value.detach().abs_()
         if key.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
             with torch.no_grad():
                 value.copy_(1.0 + 0.3 * torch.rand_like(value))

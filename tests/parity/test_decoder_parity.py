@@ -260,6 +260,14 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
         quantize_checkpoint(folder, tmp_path / "int8", WeightFormat(dtype="int8", group=32))
 
 
+def test_norms_after_the_rotation_of_unlike_signs_are_refused(tmp_path: Path) -> None:
+    model = build("hunyuan-moe")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.query_layernorm.weight[3] = -0.5
+    with pytest.raises(ValueError, match="differ in their sign, which is not supported after the rotation"):
+        load(save(model, tmp_path))
+
+
 def test_a_checkpoint_without_corrections(tmp_path: Path) -> None:
     """Experts are chosen by plain scores; the norm of experts that an MLP has in published files is left out."""
     model = build("axk1")

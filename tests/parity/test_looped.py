@@ -98,6 +98,7 @@ OTHERS = (
     "SolarOpen",
     "Flint",
     "AXK1",
+    "HunYuanMoE",
     "Deepseek",
     "Lfm",
     "Qwen3Next",
@@ -295,6 +296,8 @@ def random_runner(
         matrix.fill(torch.randn(matrix.shape) / matrix.shape[-1] ** 0.5)
     for name, vector in weights.vectors.items():
         vector.normal_().mul_(0.3).add_(1.0 * base_name(name).endswith(("norm", "scalar", "scale")))
+        if model.norms_after_rope and name in ("q_norm", "k_norm"):
+            vector.abs_()
     topk = capacity // 4 if reselection else 0
     budget = KVBudget(num_sink=capacity // 4, num_topk=topk, num_recent=capacity - capacity // 4 - topk)
     config = EngineConfig(

@@ -72,6 +72,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     layers, kv_heads, vocab = size.any(1, 3), size.any(1, 4), size.any(3, 300)
     heads = kv_heads * size.any(1, 5)
     rope = LENGTH_SCALE if architecture.startswith(NEED_LENGTH_SCALE) else random.choice(ROPES)
+    if architecture.startswith("HunYuan") and rope and rope["rope_type"] in ("yarn", "longrope"):
+        rope = None
     found: dict[str, Any] = {
         "architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "hidden_act": "gelu_pytorch_tanh" if architecture == "GemmaForCausalLM" else "silu",
@@ -223,7 +225,7 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         else 1
     )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
-    has_one_inner = architecture.startswith(("Mixtral", "GraniteMoe", "Cohere2Moe"))
+    has_one_inner = architecture.startswith(("Mixtral", "GraniteMoe", "Cohere2Moe", "HunYuanMoE"))
     inner = size.inputs(120)
     return {
         "num_experts": experts, "n_routed_experts": experts, "num_local_experts": experts, "n_group": groups,
@@ -232,6 +234,7 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "norm_topk_prob": architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5,
         "first_k_dense_replace": 0 if "Solar" in architecture else size.any(0, layers), "num_nextn_predict_layers": 0,
         "num_shared_experts": size.any(0, 2), "shared_expert_intermediate_size": size.inputs(100),
+        "moe_topk": size.any(1, min(6, experts)),
         "mlp_only_layers": random.sample(range(layers), size.any(0, layers - 1)) if "Flint" in architecture else [],
         "expert_selection_fn": random.choice(["softmax", "sigmoid"]),
     } | ({"intermediate_size": inner} if has_one_inner else {})  # fmt: skip

@@ -34,7 +34,20 @@ from tests.parity.test_looped import LENGTHS, ROPES, SETTINGS, WIDTHS, answers, 
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
-SPARSE = ("Mo", "Mixtral", "GptOss", "MiniMaxM2", "Dots1", "Olmoe", "HYV3", "Mellum", "Kolibri", "SolarOpen", "Flint")
+SPARSE = (
+    "Mo",
+    "Mixtral",
+    "GptOss",
+    "MiniMaxM2",
+    "Dots1",
+    "Olmoe",
+    "HYV3",
+    "Mellum",
+    "Kolibri",
+    "SolarOpen",
+    "Flint",
+    "HunYuanMoE",
+)
 MIXTURES = [
     name
     for name, (config, _) in ARCHITECTURES.items()

@@ -402,6 +402,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "v_head_dim": 128, "vocab_size": 163840},
         518_983_063_808,
     ),
+    "Hunyuan-A13B-Instruct": (
+        {"architectures": ["HunYuanMoEV1ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_size": 4096,
+         "intermediate_size": 3072, "max_position_embeddings": 32768, "moe_intermediate_size": [3072] * 32,
+         "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64, "num_hidden_layers": 32,
+         "num_key_value_heads": 8, "num_shared_expert": [1] * 32, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+         "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"}, "tie_word_embeddings": True,
+         "use_cla": False, "vocab_size": 128167},
+        80_393_183_232,
+    ),
     "ERNIE-4.5-21B-A3B-PT": (
         {"architectures": ["Ernie4_5_MoeForCausalLM"], "hidden_size": 2560, "intermediate_size": 12288,
          "max_position_embeddings": 131072, "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_end_index": -1,
@@ -718,6 +727,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**PUBLISHED["Solar-Open-100B"][0], "use_qk_norm": True}, "use_qk_norm is True; .*it must be False"),
     ({**PUBLISHED["Solar-Open-100B"][0], "first_k_dense_replace": 1}, "first_k_dense_replace is 1; .*it must be 0"),
     ({**PUBLISHED["K-EXAONE-236B-A23B"][0], "layer_types": None}, "sliding_window_pattern is 'LLLG'; without layer_"),
+    (
+        {**PUBLISHED["Hunyuan-A13B-Instruct"][0], "moe_topk": [*[8] * 31, 4]},
+        r"moe_topk is \[8, .*4\]; it must be the same in every layer",
+    ),
+    ({**PUBLISHED["Hunyuan-A13B-Instruct"][0], "use_cla": True}, "use_cla is True; .*it must be False"),
+    (
+        {**PUBLISHED["Hunyuan-A13B-Instruct"][0], "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rope yarn, .*not supported with norms of queries and keys after the rotation",
+    ),
     ({**PUBLISHED["flint"][0], "decoder_sparse_step": 2}, r"decoder_sparse_step is 2; .*mlp_only_layers \(1\)"),
     ({**PUBLISHED["flint"][0], "mlp_only_layers": "all"}, "mlp_only_layers is 'all'; it must be a list of layers"),
     ({**PUBLISHED["A.X-K1"][0], "moe_layer_freq": 2}, "moe_layer_freq is 2; of this architecture it must be 1"),

@@ -35,6 +35,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
+    const float* turned_scale;                                  // [E]: of queries and keys once rotated, or null
     const float* mlp_out_norm;                                  // [D]: of what MLP or experts add; or null
     int64_t kv_heads, head_dim, inner;
     int64_t source;           // the layer whose slots it attends to: itself, or one that shares them with it

@@ -36,16 +36,18 @@ inline int64_t length(Work& w, int64_t b) { return region(w, 0, b, 0).length; }
 inline int64_t num_parts(Work& w, int64_t b) { return region(w, 0, b, 0).parts(); }
 inline int64_t slot(Work& w, int64_t b) { return region(w, 0, b, 0).slot; }
 
-// One head normed and, unless angle is null, rotated: out [E]. all: the heads that are normed together, `heads` of them.
+// One head normed and, unless angle is null, rotated: out [E]. With a `scale` [E] it is multiplied by that last, not by the
+// weight of the norm before. all: the heads that are normed together, `heads` of them.
 inline void rotated_head(Work& w, const float* head, int64_t size, const float* weight, const float* angle, float* out,
-                         const float* all, int64_t heads) {
+                         const float* all, int64_t heads, const float* scale) {
     const int64_t half = size / 2;
     const bool whole = w.model.has_whole_qk_norm;
     const float factor = weight ? norm_factor(whole ? all : head, whole ? heads * size : size, w.model.eps) : 1.0f;
     if (weight && whole) weight += head - all;
+    if (scale) weight = nullptr;  // which it is made of
     for (int64_t i = 0; i < half; ++i) {
-        const float low = weight ? head[i] * factor * weight[i] : head[i];
-        const float high = weight ? head[half + i] * factor * weight[half + i] : head[half + i];
+        const float low = head[i] * factor * (weight ? weight[i] : 1.0f);
+        const float high = head[half + i] * factor * (weight ? weight[half + i] : 1.0f);
         if (!angle) {
             out[i] = low * w.model.unrotated_scale;
             out[half + i] = high * w.model.unrotated_scale;
@@ -54,6 +56,7 @@ inline void rotated_head(Work& w, const float* head, int64_t size, const float* 
         out[i] = low * angle[i] - high * angle[half + i];
         out[half + i] = high * angle[i] + low * angle[half + i];
     }
+    for (int64_t i = 0; scale && i < size; ++i) out[i] *= scale[i];
 }
 
 inline StoredHead stored_head(Work& w, int64_t layer, int64_t first) {  // from that slot of a layer of all rows on
@@ -102,7 +105,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     const int64_t q_normed = whole ? w.model.heads : 1, k_normed = whole ? kv_heads : 1;
     for (int64_t r = 0; r < group; ++r)
         rotated_head(w, queries + (kv_head * group + r) * size, size, parts.q_norm, angle, q + r * size, queries,
-                     q_normed);
+                     q_normed, parts.turned_scale);
     if (const float stretch = query_scale(w, b); stretch != 1.0f)
         for (int64_t i = 0; i < group * size; ++i) q[i] *= stretch;
     if (rows.queries && part == 0) {
@@ -116,7 +119,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     for (int64_t r = 0; has_rotated_keys && r < group; ++r) rotate_blocks(q + r * size, size);
     const int64_t at = seen.slot, begin = part * PART, end = std::min(begin + PART, seen.length);
     if (begin <= at && at < end && parts.source == layer) {
-        rotated_head(w, keys + kv_head * size, size, parts.k_norm, angle, rest, keys, k_normed);
+        rotated_head(w, keys + kv_head * size, size, parts.k_norm, angle, rest, keys, k_normed, parts.turned_scale);
         const float* value = keys + (parts.values_are_keys ? kv_head : kv_heads + kv_head) * size;
         if (has_rotated_keys) rotate_blocks(rest, size);
         stored.put_key(rest, at, k_scale);
