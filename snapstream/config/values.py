@@ -31,8 +31,13 @@ class RowFormat:
     bits: float  # of a number, without ``scales``
     scales: Literal["head", "slot"] | None = None  # fp32, of K and of V: per kv head of a row, or also per slot
     group: int = 1  # a head is a multiple of this; groups of more numbers have their scale among their bits
-    cpu_only: bool = False  # unless it is the dtype of the computation, only a CPU reads it, and not for latents
+    cpu_only: bool = False  # unless it is the dtype of the computation, only a CPU reads it
     capability: tuple[int, int] = (0, 0)  # the least compute capability of a GPU; (0, 0): any
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether numbers are whole, times a scale: not for latents, and on a CPU for computation in float32 alone."""
+        return self.scales == "slot" or self.group > 1
 
     def num_bytes(self, numbers: int) -> int:
         """Bytes of whole heads that have ``numbers`` numbers together, without ``scales``."""
@@ -46,8 +51,8 @@ ROW_FORMATS: dict[str, RowFormat] = {
         RowFormat("bfloat16", 16, cpu_only=True),
         RowFormat("float16", 16),  # only as the dtype of the computation
         RowFormat("fp8", 8, scales="head", capability=FP8_CAPABILITY),
-        RowFormat("int8", 8, scales="slot", cpu_only=True),
-        RowFormat("int4", 4.5, group=32, cpu_only=True),  # 4 bits, and an fp16 scale per group,
+        RowFormat("int8", 8, scales="slot"),
+        RowFormat("int4", 4.5, group=32),  # 4 bits, and an fp16 scale per group,
     )
 }
 

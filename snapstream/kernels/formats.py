@@ -154,7 +154,7 @@ def hadamard(x: Tensor) -> Tensor:
     while half < size:
         low, high = x.unflatten(-1, (-1, 2, half)).unbind(-2)
         x, half = torch.stack((low + high, low - high), -2).flatten(-3), 2 * half
-    return x * torch.tensor(size**-0.5, dtype=torch.float32, device=x.device)
+    return x * size**-0.5
 
 
 _GROUP = ROW_FORMATS["int4"].group

@@ -361,12 +361,14 @@ def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None
         raise ValueError(f"kv_dtype is {wanted!r} and dtype {options.dtype!r}; such rows need dtype 'float32'")
     formats = row_formats(options.dtype, wanted)
     is_cpu_only = wanted != "auto" and any(form.cpu_only for form in formats)
-    if model.latent is not None and is_cpu_only:
+    is_integer = any(form.is_integer for form in formats)
+    if model.latent is not None and (is_cpu_only or is_integer):
         raise ValueError(f"kv_dtype is {wanted!r}, and this model keeps latents, which rows hold as 'auto' or 'fp8'")
-    if is_cpu_only and (device != "cpu" or options.dtype != "float32"):
+    is_wide_cpu = device == "cpu" and options.dtype == "float32"
+    if not is_wide_cpu and (is_cpu_only or (is_integer and device == "cpu")):
         raise ValueError(
             f"kv_dtype is {wanted!r}, device {device!r} and dtype {options.dtype!r}; such rows are for a CPU that "
-            "computes in float32: use 'fp8' or 'auto'"
+            f"computes in float32{' or a GPU' if is_integer else ''}: use 'fp8' or 'auto'"
         )
     group = max(form.group for form in formats)
     uneven = next((own.head_dim for own in model.all_heads if own.head_dim % group), None)

@@ -20,7 +20,7 @@ from snapstream.config.values import FP8_CAPABILITY
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.types import SamplingParams
-from tests.kernels.triton import checks_fp8
+from tests.kernels.triton import checks_rows
 from tests.parity.checkpoints import VOCAB, make_model, save
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -53,15 +53,15 @@ def prompts() -> list[list[int]]:
 @dtypes
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
-    checks_fp8.check_decode_attention(32, 8, head_dim, 4100, [4100, 1, 2049, 129], dtype, "cuda")
+    checks_rows.check_decode_attention(32, 8, head_dim, 4100, [4100, 1, 2049, 129], dtype, "cuda")
 
 
 @needs_triton
 @dtypes
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_what_is_stored(head_dim: int, dtype: torch.dtype) -> None:
-    checks_fp8.check_norm_rope_write(32, 8, head_dim, True, dtype, "cuda")
-    checks_fp8.check_gather_rows(8, head_dim, 5000, dtype, "cuda")
+    checks_rows.check_norm_rope_write(32, 8, head_dim, True, dtype, "cuda")
+    checks_rows.check_gather_rows(8, head_dim, 5000, dtype, "cuda")
 
 
 @pytest.mark.parametrize("executor", ["eager", "graph"])

@@ -14,7 +14,21 @@ from torch.library import custom_op
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import configs
 from snapstream.kernels.triton.dense import overlaps, wait_for_inputs
-from snapstream.kernels.triton.rows import norm_rope_write
+from snapstream.kernels.triton.rows import (
+    FP8,
+    INT4,
+    INT8,
+    as_words,
+    hadamard,
+    has_codes,
+    kind_of,
+    norm_rope,
+    norm_rope_write,
+    read_slots,
+    rotation_steps,
+    scale_strides,
+    store_codes,
+)
 
 LOG2_E = 1.4426950408889634
 
@@ -27,14 +41,17 @@ def decode_split_kernel(
     stride_q_batch, stride_q_head,
     stride_k_row, stride_k_head, stride_k_slot,
     stride_v_row, stride_v_head, stride_v_slot,
+    stride_scale_row, stride_scale_head,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    IS_FP8: tl.constexpr, HAS_SINKS: tl.constexpr, CAP_LOG2: tl.constexpr, EARLY: tl.constexpr,
+    K_KIND: tl.constexpr, V_KIND: tl.constexpr, STEPS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, CAP_LOG2: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of one kv head of one row; writes the normalised partial result and its log-sum-exp (base 2).
 
     With a single split ``out`` is the result ``[B, H, E]``; else fp32 partials ``[B, H, splits, E]``. FP8 widens to the
-    dtype of q, which holds it exactly; its scales, one per row and kv head, are left to the logits and to the end.
+    dtype of q, which holds it exactly; its scales, one per row and kv head, are left to the logits and to the end. So
+    does int8, whose scales, one per slot, are left to logits and weights. With int4 q and the result are rotated.
     Learned sinks are added where the result is made: here or in the merge. ``CAP_LOG2`` is the cap of scores times
     ``LOG2_E``, or 0; with one ``scale_log2`` is times ``2 / cap``.
     """
@@ -56,9 +73,11 @@ def decode_split_kernel(
     k_row = k_ptr + row * stride_k_row + kv_head.to(tl.int64) * stride_k_head
     v_row = v_ptr + row * stride_v_row + kv_head.to(tl.int64) * stride_v_head
 
-    if IS_FP8:
-        scale_at = row * tl.num_programs(1) + kv_head
+    scale_at = row * stride_scale_row + kv_head * stride_scale_head
+    if K_KIND == FP8:
         scale_log2 *= tl.load(k_scale_ptr + scale_at)
+    if K_KIND == INT4:
+        q = hadamard(q.to(tl.float32), GROUP_PAD, HEAD_PAD, STEPS).to(q_ptr.dtype.element_ty)
 
     best = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PAD], tl.float32)
@@ -66,26 +85,31 @@ def decode_split_kernel(
     for begin in tl.range(first, last, BLOCK, num_stages=STAGES):
         slot = begin + tl.arange(0, BLOCK)
         is_seen = slot < last
-        mask = is_seen[:, None] & is_dim[None, :]
-        k = tl.load(k_row + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
-        logits = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2  # [GROUP_PAD, BLOCK]
+        k = read_slots(k_row, slot, is_seen, stride_k_slot, HEAD_DIM, HEAD_PAD, K_KIND, q_ptr.dtype.element_ty)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2  # [GROUP_PAD, BLOCK]
+        if K_KIND == INT8:
+            logits *= tl.load(k_scale_ptr + scale_at + slot, mask=is_seen, other=0.0)[None, :]
         if CAP_LOG2 != 0.0:  # tanh(x) = 1 - 2 / (1 + e^2x)
             logits = (1.0 - 2.0 / (1.0 + tl.exp2(logits))) * CAP_LOG2
         logits = tl.where(is_seen[None, :], logits, float("-inf"))
         new_best = tl.maximum(best, tl.max(logits, 1))  # finite: every tile has a visible slot
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(logits - new_best[:, None])
-        v = tl.load(v_row + slot[:, None] * stride_v_slot + dim[None, :], mask=mask, other=0.0)  # [BLOCK, E]
+        v = read_slots(v_row, slot, is_seen, stride_v_slot, HEAD_DIM, HEAD_PAD, V_KIND, q_ptr.dtype.element_ty)
         total = total * shrink + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
+        if V_KIND == INT8:
+            weights *= tl.load(v_scale_ptr + scale_at + slot, mask=is_seen, other=0.0)[None, :]
+        acc = tl.dot(weights.to(q.dtype), v, acc * shrink[:, None], input_precision="ieee")
         best = new_best
 
     if HAS_SINKS and NUM_SPLITS == 1:
         sink = tl.load(sinks_ptr + entry * stride_sinks + query_head, mask=is_head, other=0.0)
         total += tl.exp2(sink * 1.4426950408889634 - best)
     acc = acc / total[:, None]
-    if IS_FP8:
+    if V_KIND == FP8:
         acc *= tl.load(v_scale_ptr + scale_at)
+    if V_KIND == INT4:
+        acc = hadamard(acc, GROUP_PAD, HEAD_PAD, STEPS)
     place = (entry * (tl.num_programs(1) * GROUP) + query_head) * NUM_SPLITS + split  # [GROUP_PAD]
     out_at = out_ptr + place[:, None] * HEAD_DIM + dim[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=is_head[:, None] & is_dim[None, :])
@@ -130,8 +154,18 @@ def decode_merge_kernel(
 def attend_rows(
     heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, places: RowPlaces, keep: Keep | None
 ) -> Tensor:
-    """See ``reference.attend_rows``: two launches, three where a row is split; ValueError where values are keys."""
-    q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
+    """See ``reference.attend_rows``: two launches, three where a row is split, and one more for rows of integers.
+
+    ValueError where values are keys.
+    """
+    if has_codes(cache):
+        num_kv_heads = cache.num_kv_heads
+        qk = norm_rope(heads, norm, rope, num_kv_heads)
+        q, k, v = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], heads[:, -num_kv_heads:]
+        stacks, scales = (cache.keys, cache.values), (cache.key_scales, cache.value_scales)
+        store_codes(k, v, *stacks, cache.layer, places.rows, places.slots, *scales)
+    else:
+        q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
     if keep is not None:
         keep(q)
     return decode_attention(q, cache, places.rows, places.lengths, norm.sinks, norm.cap)
@@ -173,16 +207,17 @@ def launch_decode_attention(
 ) -> Tensor:  # fmt: skip
     """See ``reference.decode_attention``: ``q [B, H, E]``, ``rows, lengths [B]``, ``sinks`` fp32 -> ``[B, H, E]``.
 
-    Any strides, as long as the last dimension is contiguous; scales contiguous, for rows in FP8. Every length must be
-    >= 1. ``launch`` is for the tuner.
+    Any strides, as long as the last dimension is contiguous. Every length must be >= 1. ``launch`` is for the tuner.
     """
-    k, v = cache.k, cache.v
+    k, v = as_words(cache.k), as_words(cache.v)
     k_scale, v_scale = cache.scales
     batch, num_heads, head_dim = q.shape
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("decode attention needs a contiguous head dimension in q, k and v")
-    launch = launch or configs.decode_launch(head_dim, k.element_size(), capacity, num_kv_heads, q.element_size())
+    launch = launch or configs.decode_launch(
+        head_dim, cache.keys.element_size(), capacity, num_kv_heads, q.element_size()
+    )
     num_splits, early = launch.num_splits, overlaps(q.device)
     group = num_heads // num_kv_heads
     head_pad = configs.power_of_two(head_dim, 16)
@@ -199,9 +234,11 @@ def launch_decode_attention(
         head_dim**-0.5 * LOG2_E * (1.0 if cap is None else 2.0 / cap),
         stride_sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+        *scale_strides(cache),
         GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
-        IS_FP8=k_scale is not None, HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E, EARLY=early,
+        K_KIND=kind_of(cache.k, k_scale), V_KIND=kind_of(cache.v, v_scale), STEPS=rotation_steps(head_dim),
+        HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E, EARLY=early,
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from snapstream.config import KVBudget, WeightFormat
+from snapstream.config import KVBudget, KVDType, WeightFormat
 from snapstream.exec.cuda_graph import make_graph
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.executors import PREFERRED
@@ -28,10 +28,10 @@ from snapstream.types import SamplingParams
 from tests.engine.test_speculation import model_alone
 from tests.kernels.triton import (
     checks,
-    checks_fp8,
     checks_latent,
     checks_products,
     checks_recurrence,
+    checks_rows,
     interpreter,
 )
 from tests.parity import tape
@@ -340,23 +340,47 @@ INTERPRETED_FP8_NORMS = [((4, 2, 64), True), ((4, 2, 64), False), ((9, 3, 80), T
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [*DIMS, (128, torch.bfloat16)])
 def test_decode_attention(head_dim: int, dtype: torch.dtype) -> None:
-    checks_fp8.check_decode_attention(6, 2, head_dim, 150, [150, 1], dtype, "cpu")
+    checks_rows.check_decode_attention(6, 2, head_dim, 150, [150, 1], dtype, "cpu")
 
 
 def test_decode_attention_over_several_splits() -> None:
-    checks_fp8.check_decode_attention(4, 1, 64, 700, [700, 130, 5], torch.float32, "cpu")
+    checks_rows.check_decode_attention(4, 1, 64, 700, [700, 130, 5], torch.float32, "cpu")
 
 
 @dtypes
 @pytest.mark.parametrize(("heads", "has_norm"), INTERPRETED_FP8_NORMS)
 def test_norm_rope_write_of_interpreted_fp8(heads: tuple[int, int, int], has_norm: bool, dtype: torch.dtype) -> None:
-    checks_fp8.check_norm_rope_write(*heads, has_norm, dtype, "cpu")
+    checks_rows.check_norm_rope_write(*heads, has_norm, dtype, "cpu")
 
 
 @dtypes
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_gather_rows_of_interpreted_fp8(head_dim: int, dtype: torch.dtype) -> None:
-    checks_fp8.check_gather_rows(2, head_dim, 90, dtype, "cpu")
+    checks_rows.check_gather_rows(2, head_dim, 90, dtype, "cpu")
+
+
+CODES = ["int8", "int4", "int8/int4"]
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [((6, 2, 64), torch.float32), ((3, 3, 96), torch.bfloat16), ((8, 1, 128), torch.float16),
+     ((2, 1, 32), torch.float32)],
+    ids=str,
+)  # fmt: skip
+def test_rows_of_codes(kv_dtype: KVDType, heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    checks_rows.check_rows_of_codes(kv_dtype, *heads, [40, 1, 17], 40, dtype, "cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+def test_rows_of_codes_over_several_splits(kv_dtype: KVDType) -> None:
+    checks_rows.check_rows_of_codes(kv_dtype, 4, 1, 64, [700, 130, 5], 700, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("kv_dtype", CODES)
+def test_codes_of_no_number(kv_dtype: KVDType) -> None:
+    checks_rows.check_codes_of_no_number(kv_dtype, "cpu")
 
 
 # The Triton kernels over rows of latents equal their reference, under Triton's interpreter.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from snapstream.config import KVBudget
+from snapstream.config import KVBudget, KVDType
 from snapstream.exec.eager import EagerDecode
 from snapstream.kernels import groups
 from snapstream.kernels.formats import FP8
@@ -52,6 +52,9 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
     angles, ends = (t["cos"], t["sin"]), torch.tensor([1, 3], dtype=torch.int32)
     narrow = [torch.zeros(3, 4, 2, 40, 16, dtype=torch.uint8).view(FP8.dtype) for _ in "kv"]
     scales = torch.rand(2, 3, 4, 2) + 0.5
+    codes = [torch.zeros(3, 4, 2, 40, 18, dtype=torch.uint8) for _ in "kv"]
+    eighths = [torch.zeros(3, 4, 2, 40, 32, dtype=torch.int8) for _ in "kv"], torch.zeros(2, 3, 4, 2, 40)
+    tokens = torch.randn(2, 3, 2, 32)
     states, memory, rates = torch.randn(4, 2, 32), torch.randn(4, 2, 4, 8), -torch.rand(2)
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
         (attention.decode_operator, (q, *stacks, 1, t["rows"], t["lengths"]), {}),
@@ -74,6 +77,9 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (attention.decode_operator, (q, *narrow, 1, t["rows"], t["lengths"], *scales), {}),
         (rope_write.norm_rope_write_operator, (t["heads"], None, 1e-6, *angles, *narrow, 2, *at, *scales), {}),
         (gather.gather_operator, (*narrow, 1, [1, 3], *staged, index, *scales), {}),
+        (gather.store_codes, (*tokens, *codes, 1, *at), {}),
+        (gather.store_codes, (*tokens, *eighths[0], 1, *at, *eighths[1]), {}),
+        (gather.store_codes, (*tokens, eighths[0][0], codes[1], 1, *at, eighths[1][0], None), {}),
     ]
     for operator, arguments, named in calls:
         is_fp8 = any(isinstance(value, Tensor) and value.dtype == FP8.dtype for value in arguments)
@@ -111,9 +117,10 @@ def test_a_compiled_step_is_one_graph_for_every_batch_content() -> None:
     assert count.frame_count == 1
 
 
-def test_the_engine_answers_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int4", "int8/int4"])
+def test_the_engine_answers_the_same(kv_dtype: KVDType, tmp_path: Path) -> None:
     """Greedy tokens of prompts above and below the budget, every kernel the Triton one."""
-    folder = save(make_model("qwen3"), tmp_path)
+    folder = save(make_model("qwen3", head_dim=32), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (40, 7)]
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -121,7 +128,7 @@ def test_the_engine_answers_the_same(tmp_path: Path) -> None:
 
     def run(make_runner: MakeRunner) -> list[list[int]]:
         with LLM(folder, budget=budget, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48,
-                 make_runner=make_runner, executor="eager", progress=False) as llm:  # fmt: skip
+                 kv_dtype=kv_dtype, make_runner=make_runner, executor="eager", progress=False) as llm:  # fmt: skip
             return [output.token_ids for output in llm.generate(prompts, params)]
 
     assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)

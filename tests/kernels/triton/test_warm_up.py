@@ -62,17 +62,21 @@ def kind_of(value: Any, is_fixed: bool) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_dtype"), [("qwen3", "auto"), ("qwen3", "fp8"), ("glm4-moe", "auto"), ("qwen3.5", "auto")]
+    ("name", "kv_dtype"),
+    [("qwen3", "auto"), ("qwen3", "fp8"), ("qwen3", "int8/int4"), ("glm4-moe", "auto"), ("qwen3.5", "auto")],
 )
 def test_no_request_launches_a_kernel_of_a_new_kind(
     tmp_path: Path, launched: set[tuple[Any, ...]], name: str, kv_dtype: Any
 ) -> None:
     """Of ``glm4-moe`` the first layer has no experts."""
-    folder = save(make_model(name), tmp_path)
+    changes = {"head_dim": 32} if "int" in kv_dtype else {}
+    folder = save(make_model(name, **changes), tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (61, 3)]
     sampling = [SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, n=n) for n in (2, 1)]
     expected = KERNELS | ({"grouped_linear_kernel"} if "moe" in name else set())
+    if "int" in kv_dtype:
+        expected = expected - {"gather_row_kernel"} | {"store_codes_kernel"}
     expected |= {"conv_step_kernel", "memory_step_kernel"} if name == "qwen3.5" else set()
     with LLM(
         folder, budget=40, selector=SnapKV(observation_len=8), max_rows=4, max_model_len=70, chunk_len=32,
