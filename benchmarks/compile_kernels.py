@@ -31,6 +31,8 @@ from torch import Tensor
 
 from benchmarks.machine import RESULTS
 from figures.machine import describe
+from snapstream.config import KVDType
+from snapstream.config.values import row_formats
 from snapstream.config.weights import GROUPS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -41,7 +43,8 @@ SHARED_OF_AN_A100 = 166_912  # bytes of a program
 PREFILL_90 = "prefill_attention, sm_90"  # tiles that only Hopper's shared memory holds
 FP8_ARCH = 89  # from here on a GPU converts e4m3, which Triton calls fp8e4nv; start-up refuses older ones
 _TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64",
-          torch.int32: "*i32", torch.int16: "*i16", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
+          torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8",
+          torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv"}  # fmt: skip
 NUM_OUT, NUM_IN = 4096, 4096  # o of Llama-3.1-8B
 NARROW_OUT = 2048  # of Llama-3.2-1B: programs take fewer rows
 
@@ -299,6 +302,34 @@ def recurrent_launchers(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable
             )  # fmt: skip
 
 
+def integer_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, str, Callable[[], object]]]:
+    """Kv dtype, operator and launch of what touches rows of int8 and int4."""
+    from snapstream.kernels.formats import ENCODINGS
+    from snapstream.kernels.rows import LayerRows
+    from snapstream.kernels.triton import attention, rows
+
+    batch, groups, dim, capacity = 8, shape.num_kv_heads, shape.head_dim, 32768
+
+    def empty(*size: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.empty(*size, dtype=kind, device="meta")
+
+    def made(kv_dtype: KVDType) -> LayerRows:
+        formats = [ENCODINGS[form.name] for form in row_formats("float32", kv_dtype)]
+        keys, values = (empty(1, 9, groups, capacity, own.width(dim), kind=own.dtype) for own in formats)
+        k_scale, v_scale = (
+            empty(1, 9, groups, capacity, kind=torch.float32) if own.format.scales else None for own in formats
+        )
+        return LayerRows(keys, values, 0, k_scale, v_scale)
+
+    index, tokens = empty(batch, kind=torch.int64), empty(batch, groups, dim)
+    q = empty(batch, shape.num_heads, dim)
+    kinds: tuple[KVDType, ...] = ("int8", "int4", "int8/int4")
+    for kv_dtype in kinds:
+        cache = made(kv_dtype)
+        yield kv_dtype, "decode_attention", partial(attention.launch_decode_attention, q, cache, index, index)
+        yield kv_dtype, "store_codes", partial(rows.launch_store_codes, tokens, tokens, cache, index, index)
+
+
 def code_launchers(dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], object]]]:
     """Both widths, every tile of tokens, and the sizes of groups, each with what it is."""
     from snapstream.kernels.triton import configs, products
@@ -341,6 +372,14 @@ def report(arches: list[int], *, quick: bool) -> Iterator[dict[str, Any]]:
                         "arch": f"sm_{arch}",
                         **resources(compiled(launch, arch)),
                     }
+    for shape, dtype in cases:
+        if shape.rank or shape.head_dim % 32 or (dtype == "fp32" and shape.head_dim > 128):  # those would spill
+            continue
+        for kv_dtype, op, launcher in integer_rows(shape, DTYPES[dtype]):
+            for launch, arch in ((launch, arch) for launch in recorded(launcher) for arch in arches):
+                yield {"op": op, "kernel": launch.kernel.__name__, "shape": shape.name, "head_dim": shape.head_dim,
+                       "dtype": dtype, "rows": kv_dtype, "arch": f"sm_{arch}",
+                       **resources(compiled(launch, arch))}  # fmt: skip
     for dtype in ("bf16",) if quick else DTYPES:
         for name, op, launcher in recurrent_launchers(DTYPES[dtype]):
             (launch,) = recorded(launcher)

@@ -67,6 +67,7 @@ def sections() -> list[Section]:
         Section("drafts", requests.drafts, 60, "speculative decoding by prompt lookup, compared with plain steps"),
         Section("peers_continuous", peers.continuous, 60, "the same prompts through transformers' continuous batching"),
         Section("decode_8b_fp8", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], best, "fp8"), 40, decode),
+        Section("decode_8b_int4", speed.decode("llama_8b", [(8192, [1, 64], 131_000)], best, "int4"), 40, decode),
         Section("decode_8b_heads", speed.decode(
             "llama_8b", [(8192, [1, 64], 131_000)], best, has_heads=True), 40, f"{decode}; per-head budgets"),
         Section("narrow_linear", narrow.narrow_linear, 60,

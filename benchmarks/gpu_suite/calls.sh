@@ -45,13 +45,13 @@ if [ "$call" = 1 ] || [ "$call" = list ]; then
     nvidia-smi
     "$python" -c 'import torch, triton, transformers as t; print(torch.__version__, triton.__version__, t.__version__)'
   fi
-  tests kernels 170 -n 6 tests/gpu/test_triton_kernels.py tests/gpu/test_fp8.py -k "not two_to_the_31" &
+  tests kernels 170 -n 6 tests/gpu/test_triton_kernels.py tests/gpu/test_rows.py -k "not two_to_the_31" &
   tests graph 170 -n 5 tests/gpu/test_graph.py tests/gpu/test_equalities.py -k "not memory_is" &
   wait
   suite 120 decode_8b decode_small prefill_kernels attention
 fi
 if [ "$call" = 2 ] || [ "$call" = list ]; then
-  suite 430 decode_8b_heads largest_batch prefill_8b peers decode_kernel streams drafts spec_prefill decode_8b_fp8
+  suite 430 decode_8b_heads largest_batch prefill_8b peers decode_kernel streams drafts spec_prefill decode_8b_fp8 decode_8b_int4
 fi
 if [ "$call" = 3 ] || [ "$call" = list ]; then
   tests memory 100 tests/gpu/test_graph.py -k memory_is

@@ -215,9 +215,9 @@ def launch_decode_attention(
     num_kv_heads, capacity = k.shape[1], k.shape[2]
     if q.stride(2) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
         raise ValueError("decode attention needs a contiguous head dimension in q, k and v")
-    launch = launch or configs.decode_launch(
-        head_dim, cache.keys.element_size(), capacity, num_kv_heads, q.element_size()
-    )
+    k_kind = kind_of(cache.k, k_scale)
+    num_bytes = 0.5 if k_kind == INT4.value else k.element_size()
+    launch = launch or configs.decode_launch(head_dim, num_bytes, capacity, num_kv_heads, q.element_size())
     num_splits, early = launch.num_splits, overlaps(q.device)
     group = num_heads // num_kv_heads
     head_pad = configs.power_of_two(head_dim, 16)
@@ -237,7 +237,7 @@ def launch_decode_attention(
         *scale_strides(cache),
         GROUP=group, GROUP_PAD=configs.power_of_two(group, 16), HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots, NUM_SPLITS=num_splits, STAGES=launch.num_stages,
-        K_KIND=kind_of(cache.k, k_scale), V_KIND=kind_of(cache.v, v_scale), STEPS=rotation_steps(head_dim),
+        K_KIND=k_kind, V_KIND=kind_of(cache.v, v_scale), STEPS=rotation_steps(head_dim),
         HAS_SINKS=sinks is not None, CAP_LOG2=(cap or 0.0) * LOG2_E, EARLY=early,
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip

@@ -90,21 +90,24 @@ def power_of_two(size: int, least: int = 1) -> int:
 
 
 def decode_launch(
-    head_dim: int, dtype_bytes: int, capacity: int, num_kv_heads: int, query_bytes: int | None = None
+    head_dim: int, dtype_bytes: float, capacity: int, num_kv_heads: int, query_bytes: int | None = None
 ) -> DecodeLaunch:
-    """Decode attention: K tiles of 16 KB. ``dtype_bytes`` are those of the cache, ``query_bytes`` those of q."""
+    """Decode attention: K tiles of 16 KB. ``dtype_bytes`` are those of a number of the cache, of int4 half a byte,
+    ``query_bytes`` those of q.
+    """
     if (query_bytes or dtype_bytes) == 4:  # no tensor cores at full precision: small tiles, or the products spill
         # FP8 rows widen in registers: a second tile in flight would not fit there
-        num_stages = 1 if dtype_bytes == 1 else 2
-        num_warps = 8 if head_dim > 192 else 4  # four spill the accumulator of a head of 256
+        num_stages = 1 if dtype_bytes <= 1 else 2
+        num_warps = 8 if head_dim > (64 if dtype_bytes < 1 else 192) else 4  # four spill the accumulator of a head
         launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=num_warps, num_stages=num_stages)
-    elif dtype_bytes == 1:
+    elif dtype_bytes <= 1:
         # A tile of bytes is widened in registers: 16 KB of them would take 170 to 250 per thread. 8 KB and one stage
         # more keep as much in flight (three pairs, 48 KB) in 96 to 180.
         slots = _TILE_BYTES // 2 // power_of_two(head_dim, 16)
-        launch = Launch(block=min(max(slots, 16), 64), num_warps=4, num_stages=4)
+        most = 32 if dtype_bytes < 1 else 64  # unpacked, a tile of int4 takes twice the registers
+        launch = Launch(block=min(max(slots, 16), most), num_warps=4, num_stages=4)
     else:
-        slots = _TILE_BYTES // (power_of_two(head_dim, 16) * dtype_bytes)
+        slots = _TILE_BYTES // (power_of_two(head_dim, 16) * int(dtype_bytes))
         launch = Launch(block=min(max(slots, 16), 128), num_warps=4, num_stages=3)
     return split_row(launch, capacity, num_kv_heads)
 

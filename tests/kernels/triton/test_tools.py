@@ -38,8 +38,10 @@ def test_main_shapes_compile_without_spills() -> None:
         "decode_split_kernel", "decode_merge_kernel", "rope_write_kernel", "rms_norm_kernel", "swiglu_kernel",
         "window_lse_kernel", "votes_kernel", "gather_row_kernel", "grouped_linear_kernel",
         "code_linear_kernel", "conv_step_kernel", "memory_step_kernel", "one_linear_kernel",
-        "prefill_attention_kernel",
+        "prefill_attention_kernel", "store_codes_kernel",
     }  # fmt: skip
+    integers = {(entry["kernel"], entry["rows"]) for entry in kernels if entry["rows"] in ("int8", "int4", "int8/int4")}
+    assert integers >= set(product(("decode_split_kernel", "store_codes_kernel"), ("int8", "int4", "int8/int4")))
     reads_fp8 = {entry["kernel"] for entry in kernels if entry["rows"] == "fp8"}
     assert reads_fp8 >= {"decode_split_kernel", "rope_write_kernel", "gather_row_kernel", "grouped_linear_kernel"}
     assert {entry["arch"] for entry in kernels if entry["rows"] == "fp8"} == {"sm_90"}
