@@ -98,7 +98,7 @@ def decode_launch(
     if (query_bytes or dtype_bytes) == 4:  # no tensor cores at full precision: small tiles, or the products spill
         # FP8 rows widen in registers: a second tile in flight would not fit there
         num_stages = 1 if dtype_bytes <= 1 else 2
-        num_warps = 8 if head_dim > (64 if dtype_bytes < 1 else 192) else 4  # four spill the accumulator of a head
+        num_warps = 8 if dtype_bytes < 1 or head_dim > 192 else 4  # four spill codes, or the accumulator of a head
         launch = Launch(block=32 if head_dim <= 64 else 16, num_warps=num_warps, num_stages=num_stages)
     elif dtype_bytes <= 1:
         # A tile of bytes is widened in registers: 16 KB of them would take 170 to 250 per thread. 8 KB and one stage
