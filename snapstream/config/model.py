@@ -441,8 +441,9 @@ class ModelConfig:
     score_cap: float | None = None  # the same of attention scores, before the softmax (Gemma 2)
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
-    # Attention outputs are gated by a second part of the query projection, in the checkpoint head by head (Qwen3-Next).
-    has_attention_gate: bool = False
+    # Numbers of a token whose sigmoid gates the output of a head of attention: head_dim, in the checkpoint behind each
+    # query head (Qwen3-Next), 1, of a projection of its own (LFM3), or 0: none.
+    gate_dim: int = 0
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -483,16 +484,22 @@ class ModelConfig:
         if self.recurrent_layers:
             check(self.recurrent is not None, "recurrent_layers needs recurrent")
             check(
-                self.windows is None and self.is_pre_norm,
-                "recurrent layers beside sliding windows or norms of outputs are not supported",
+                self.norms.has_inputs and not self.is_parallel and not self.is_centered,
+                "recurrent layers without norms of inputs, beside a parallel MLP, or with LayerNorm are not supported",
             )
         if self.has_parallel_recurrence:
             check(
                 isinstance(self.recurrent, Mamba2) and len(self.recurrent_layers) == self.num_layers
-                and self.mlp_layers is None and self.latent is None and not self.has_attention_gate
-                and self.norms.has_inputs,
-                "attention parallel to recurrence needs Mamba-2 in all layers, without latents and attention gates",
+                and self.mlp_layers is None and self.latent is None and not self.gate_dim and self.windows is None
+                and self.is_pre_norm,
+                "attention parallel to recurrence needs Mamba-2 in all layers, without latents, attention gates, "
+                "sliding windows and norms of outputs",
             )  # fmt: skip
+        check(
+            self.gate_dim in (0, self.head_dim) or (self.gate_dim == 1 and not self.qkv_bias),
+            f"gates of attention have {self.gate_dim} numbers a head; there must be {self.head_dim} or, without biases "
+            "of queries, 1",
+        )
         check(len(self.attention_layers) > 0, "a model without any attention layer is not supported")
         if self.mlp_layers is not None:
             check(
@@ -604,7 +611,7 @@ class ModelConfig:
         if self.has_value_norm or self.has_unscaled_scores or self.keys_are_values or self.kv_sources is not None:
             check(
                 self.qk_norm and self.latent is None and not self.qkv_bias and not self.has_fused_qkv
-                and not self.has_attention_gate and not self.recurrent_layers and not self.has_sinks,
+                and not self.gate_dim and not self.recurrent_layers and not self.has_sinks,
                 "norms of values, unscaled scores, shared or equal keys and values need norms of the heads of q and k, "
                 "and exclude biases, gates, sinks, latents and recurrent layers",
             )  # fmt: skip
@@ -700,6 +707,12 @@ class ModelConfig:
         return tuple(index for index in range(self.num_layers) if index not in others)
 
     @property
+    def full_layers(self) -> Sequence[int]:
+        """Those of them that keep all tokens, up to a row's budget."""
+        own = [layer for layer in self.attention_layers if self.source_of(layer) == layer]
+        return tuple(layer for layer in own if self.layer_windows[layer] is None)
+
+    @property
     def dense_layers(self) -> Sequence[int]:
         """Indices of the layers that have an MLP."""
         layers = range(self.num_layers) if self.mlp_layers is None else self.mlp_layers
@@ -713,25 +726,22 @@ class ModelConfig:
                 f"recurrent states: each of {self.num_layers} layers keeps a state of constant size and slots, "
                 "to which the budget applies"
             )
+        layers, total, words = self.attention_layers, self.num_layers, []
+        own = [layer for layer in layers if self.source_of(layer) == layer]
+        sizes = [window for layer in own if (window := self.layer_windows[layer]) is not None]
         if self.recurrent_layers:
-            count, rest = len(self.recurrent_layers), len(self.attention_layers)
-            others = f"the other {rest}" if self.mlp_layers is None else f"the {rest} of attention"
-            return (
-                f"recurrent states: {count} of {self.num_layers} layers keep a state of constant size; "
-                f"the budget applies to {others}"
-            )
-        own = [window for layer, window in enumerate(self.layer_windows) if self.source_of(layer) == layer]
-        sizes = [window for window in own if window is not None]
-        if not sizes:
+            count = len(self.recurrent_layers)
+            words.append(f"recurrent states: {count} of {total} layers keep a state of constant size")
+        if sizes:
+            tokens = " or ".join(f"{size:,}" for size in sorted(set(sizes)))
+            words.append(f"sliding windows: {len(sizes)} of {total} layers keep the last {tokens} tokens")
+        if not words:
             return ""
-        tokens = " or ".join(f"{size:,}" for size in sorted(set(sizes)))
-        rest, shared = len(own) - len(sizes), self.num_layers - len(own)
-        applies = f"the budget applies to {'the other ' * (not shared)}{rest}" if rest else "no budget applies"
+        rest, shared = len(self.full_layers), len(layers) - len(own)
+        others = f"{rest}" if shared else f"the other {rest}" if self.mlp_layers is None else f"the {rest} of attention"
+        applies = f"the budget applies to {others}" if rest else "no budget applies"
         shared_words = f"{shared} attend to keys and values of others, " if shared else ""
-        return (
-            f"sliding windows: {len(sizes)} of {self.num_layers} layers keep the last {tokens} tokens; "
-            f"{shared_words}{applies}"
-        )
+        return "; ".join((*words, shared_words + applies))
 
     @property
     def rope_dim(self) -> int:

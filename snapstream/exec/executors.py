@@ -317,10 +317,9 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     inner, outer = _recurrent_sizes(model)
     inputs = 2 if model.stored.own else 1  # in a layer whose q, k and v differ in their formats
     widest = max(inputs * model.hidden_size, model.widest_inner, attended, q_rank, outer) + _ALIGN
-    gates = heads if model.has_attention_gate else 0
     projected = inner
     if latent is None:
-        heads_of = map(partial(_projected, model, gates), range(model.num_layers))
+        heads_of = map(partial(_projected, model), range(model.num_layers))
         projected = inner + max(heads_of) if model.has_parallel_recurrence else max(inner, *heads_of)
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.widest_head)
     wide = model.hidden_size * (2 if model.norms.after_mlp is not None or model.is_parallel else 1)
@@ -333,11 +332,12 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     return wide + projected + max(gate_up, 2 * model.per_layer_dim) + widest + angles + parts
 
 
-def _projected(model: ModelConfig, gates: int, layer: int) -> int:
-    """Numbers of a token's heads as one layer projects them."""
+def _projected(model: ModelConfig, layer: int) -> int:
+    """Numbers of a token's heads, and of their gates, as one layer projects them."""
     own, is_shared = model.heads_of(layer), model.source_of(layer) != layer
     sides = 1 if model.keys_are_values and model.layer_windows[layer] is None else 2
-    return (gates + model.num_heads + (0 if is_shared else sides * own.num_kv_heads)) * own.head_dim
+    heads = (model.num_heads + (0 if is_shared else sides * own.num_kv_heads)) * own.head_dim
+    return model.num_heads * model.gate_dim + heads
 
 
 def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:

@@ -128,7 +128,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         attention_multiplier=multipliers.attention_out, mlp_multiplier=multipliers.mlp_out / multipliers.mlp_gate,
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
-        has_attention_gate=config.has_attention_gate, is_parallel=config.is_parallel, is_centered=config.is_centered,
+        gate_dim=config.gate_dim, is_parallel=config.is_parallel, is_centered=config.is_centered,
         scaled_from=0 if config.length_scale is None else config.length_scale.original,
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
         **{name: address(vectors.get(name)) for name in _VECTORS},

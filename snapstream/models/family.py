@@ -67,7 +67,7 @@ class Recipe(TypedDict, total=False):
     score_cap: float | None
     latent: LatentConfig  # multi-head latent attention
     index_topk: int  # tokens that an indexer chooses for a query; it is left out
-    has_attention_gate: bool
+    gate_dim: int  # numbers that gate the output of a head of attention
     recurrent: Recurrent  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
     has_parallel_recurrence: bool  # they have attention too, and are all layers

@@ -407,7 +407,7 @@ class DenseLayer:
         self._value_norm: Tensor | None = None
         if config.has_value_norm and not is_shared:
             self._value_norm = torch.ones(self._head_dim, device=weights.vector("q_norm").device)
-        self._num_gates = config.num_heads * config.head_dim if config.has_attention_gate else 0
+        self._gate_dim, self._num_gates = config.gate_dim, config.num_heads * config.gate_dim
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._unrotated = math.sqrt(config.multipliers.attention)  # as rotated heads are multiplied, see ``Rope``
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
@@ -429,7 +429,16 @@ class DenseLayer:
         return self._attend_heads(heads, rope, view)
 
     def _attend_heads(self, heads: Tensor, rope: CosSin, view: KVView) -> Tensor:
-        """``heads [T, (H+2G)E]`` as projected; returns ``[T', H, E]``."""
+        """Gates, if any, and heads as projected, ``[T, HP + (H+2G)E]``; returns ``[T', H, E]``."""
+        if not self._num_gates:
+            return self._attend_ungated(heads, rope, view)
+        assert isinstance(view, StateView)
+        gates = view.outputs(heads[:, : self._num_gates]).sigmoid()
+        attended = self._attend_ungated(heads[:, self._num_gates :].contiguous(), rope, view)
+        return attended * gates.unflatten(1, (-1, self._gate_dim))
+
+    def _attend_ungated(self, heads: Tensor, rope: CosSin, view: KVView) -> Tensor:
+        """``heads [T, (H+2G)E]``; returns ``[T', H, E]``."""
         for columns, weight in self._whole_norms:
             heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
         if self._scales_queries:
@@ -442,18 +451,13 @@ class DenseLayer:
             rope = rope[0] * self._turned_scale, rope[1] * self._turned_scale
         if not self._is_rotated:
             rope = torch.full_like(rope[0], self._unrotated), torch.zeros_like(rope[1])
-        if not self._num_gates:
-            heads = heads.view(len(heads), -1, self._head_dim)
-            if self._num_copied:
-                heads = torch.cat((heads, heads[:, -self._num_copied :]), 1)
-            if self._value_norm is not None:
-                values = heads[:, -self._num_values :]
-                values.copy_(self._kernels.rms_norm(values, self._value_norm, self._eps))
-            return view.attend(self._index, heads, self._head_norm, rope)
-        assert isinstance(view, StateView)
-        gates, heads = view.outputs(heads[:, : self._num_gates]), heads[:, self._num_gates :].contiguous()
-        attended = view.attend(self._index, heads.view(-1, self._num_heads, self._head_dim), self._head_norm, rope)
-        return attended * gates.sigmoid().view_as(attended)
+        heads = heads.view(len(heads), -1, self._head_dim)
+        if self._num_copied:
+            heads = torch.cat((heads, heads[:, -self._num_copied :]), 1)
+        if self._value_norm is not None:
+            values = heads[:, -self._num_values :]
+            values.copy_(self._kernels.rms_norm(values, self._value_norm, self._eps))
+        return view.attend(self._index, heads, self._head_norm, rope)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
         """See ``models.decoder.Layer.finish``."""

@@ -1,4 +1,6 @@
-"""LFM2: gated short convolutions, and full attention in a few layers (Liquid AI). No torch."""
+"""LFM2 and LFM3: gated short convolutions, and attention in a few layers, in LFM3 with windows, gates of its heads and
+norms of outputs (Liquid AI). No torch.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +11,32 @@ from typing import Any
 from snapstream.config import ModelConfig
 from snapstream.config.model import LayerNorms, MoEConfig, ShortConv
 from snapstream.models.config_json import Settings, flag, number, whole_number
-from snapstream.models.family import Family, Recipe, num_layers
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    attention_biases,
+    num_layers,
+    refuse_absent_window,
+    ropes_by_kind,
+    windows_by_type,
+)
 from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
-CONV, ATTENTION = "conv", "full_attention"
+CONV, ATTENTION, WINDOW = "conv", "full_attention", "sliding_attention"
 # Names of other families' checkpoints, and what they are here.
-NAMES = {
-    "self_attn.o_proj.": "self_attn.out_proj.",
-    "self_attn.q_norm.": "self_attn.q_layernorm.",
-    "self_attn.k_norm.": "self_attn.k_layernorm.",
+LFM3_NAMES = {
+    "self_attn.g_proj.": "self_attn.gate_proj.",
     "mlp.gate_proj.": "feed_forward.w1.",
     "mlp.up_proj.": "feed_forward.w3.",
     "mlp.down_proj.": "feed_forward.w2.",
-    "feed_forward.gate.e_score_correction_bias": "feed_forward.expert_bias",
     "model.norm.": "model.embedding_norm.",
+}
+NAMES = {
+    **LFM3_NAMES,
+    "self_attn.o_proj.": "self_attn.out_proj.",
+    "self_attn.q_norm.": "self_attn.q_layernorm.",
+    "self_attn.k_norm.": "self_attn.k_layernorm.",
+    "feed_forward.gate.e_score_correction_bias": "feed_forward.expert_bias",
 }
 
 
@@ -47,6 +61,18 @@ def _rewrite(settings: Settings) -> Settings:
     return found
 
 
+def _lfm3_settings(settings: Settings) -> Settings:
+    found = dict(settings)
+    found["rms_norm_eps"] = found.get("norm_eps", 1e-5)
+    if found.get("rope_parameters") is None:
+        share = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
+        found["rope_parameters"] = {ATTENTION: share, WINDOW: {"rope_theta": 10000.0}}
+    if found.get("layer_types") is None:
+        kinds = [WINDOW, CONV, ATTENTION, CONV]
+        found["layer_types"] = [kinds[at % 4] if at else CONV for at in range(num_layers(found))]
+    return found
+
+
 def _recipe(settings: Settings) -> Recipe:
     types = settings["layer_types"]
     conv = ShortConv(
@@ -56,6 +82,20 @@ def _recipe(settings: Settings) -> Recipe:
     layers = tuple(index for index, kind in enumerate(types) if kind == CONV)
     recipe: Recipe = {"qk_norm": True, "norms": LayerNorms("operator_norm", None, "ffn_norm", None)}
     return {**recipe, "recurrent": conv, "recurrent_layers": layers} if layers else recipe
+
+
+def _lfm3(settings: Settings) -> Recipe:
+    windows = windows_by_type(settings, lambda layer: False)
+    ropes = ropes_by_kind(settings, {}, {})
+    if not windows:
+        ropes.pop("window_rope")
+    recipe: Recipe = {
+        **_recipe(settings), **attention_biases(settings), **windows, **ropes,
+        "gate_dim": int(flag(settings, "use_attention_gate")),
+    }  # fmt: skip
+    if flag(settings, "use_sandwich_norm"):
+        recipe["norms"] = LayerNorms("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+    return recipe
 
 
 def _moe_recipe(settings: Settings) -> Recipe:
@@ -74,8 +114,9 @@ def _moe_recipe(settings: Settings) -> Recipe:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    names = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
-    return renamed({**decoder_tensors(config, names), **_conv_tensors(config)}, NAMES)
+    experts = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
+    names = LFM3_NAMES if config.architecture.startswith("Lfm3") else NAMES
+    return renamed({**decoder_tensors(config, experts), **_conv_tensors(config)}, names)
 
 
 def _conv_tensors(config: ModelConfig) -> TensorSpecs:
@@ -125,4 +166,16 @@ LFM2_MOE = _family(
     _moe_recipe, hidden_size=2048, intermediate_size=7168, moe_intermediate_size=1792, num_hidden_layers=32,
     num_attention_heads=32, num_dense_layers=2, num_experts_per_tok=4, num_experts=32, use_expert_bias=True,
     routed_scaling_factor=1.0, norm_topk_prob=True, block_auto_adjust_ff_dim=False,
+)  # fmt: skip
+LFM3 = replace(
+    _family(
+        _lfm3, vocab_size=128_000, hidden_size=2048, intermediate_size=7680, num_hidden_layers=24,
+        num_attention_heads=16, num_key_value_heads=4, head_dim=128, bos_token_id=124_894, eos_token_id=124_900,
+        conv_L_cache=7, sliding_window=256, use_sandwich_norm=True, use_attention_gate=True,
+    ),
+    rewrite=_lfm3_settings,
+    refusals=refuse_absent_window,
+    aliases={"self_attn.g_proj.": "self_attn.gate_proj."},
+    has_windows=True,
+    has_rope_by_kind=True,
 )  # fmt: skip

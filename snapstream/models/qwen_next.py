@@ -39,7 +39,8 @@ def _recipe(settings: Settings) -> Recipe:
     )
     layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
     recipe: Recipe = {
-        **attention_biases(settings), "qk_norm": True, "norm_offset": 1.0, "has_attention_gate": True,
+        **attention_biases(settings), "qk_norm": True, "norm_offset": 1.0,
+        "gate_dim": whole_number(settings, "head_dim"),
     }  # fmt: skip
     return {**recipe, "recurrent": net, "recurrent_layers": layers} if layers else recipe
 

@@ -39,7 +39,7 @@ from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SO
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import GRANITE, GRANITE_HYBRID
 from snapstream.models.kimi import KIMI_LINEAR
-from snapstream.models.lfm import LFM2, LFM2_MOE
+from snapstream.models.lfm import LFM2, LFM2_MOE, LFM3
 from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import (
@@ -127,6 +127,7 @@ FAMILIES: Registry[Family] = Registry(
         "KimiLinearForCausalLM": KIMI_LINEAR,
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
+        "Lfm3ForCausalLM": LFM3,
         "FalconH1ForCausalLM": FALCON_H1,
         "GraniteForCausalLM": GRANITE,
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,

@@ -213,11 +213,13 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
     """Of layers that are all alike; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    gates = queries if config.has_attention_gate else 0  # [gates | queries] of one tensor, before keys and values
+    gates = config.num_heads * config.gate_dim  # before queries, of which they may be a part, keys and values
     first = gates + queries
     cuts = {"q": slice(first), "k": slice(first, first + keys), "v": slice(first + keys, None)}
     orders, size = head_orders(config), first + 2 * keys
-    if gates:
+    if config.gate_dim == 1:
+        cuts = {"g": slice(gates), **cuts, "q": slice(gates, first)}
+    elif gates:
         orders["q"] = gated_order(config, orders.get("q"))
 
     def qkv(kind: str) -> dict[str, tuple[Place, ...]]:

@@ -192,7 +192,7 @@ class _Planner:
 
     def budgets(self, given: Sequence[int]) -> list[KVBudget]:
         """Budgets of all lines of the table but the first."""
-        if None not in self.model.layer_windows:
+        if not self.model.full_layers:
             return []  # sliding windows alone: no budget changes a row
         queries = make_selector(self.options.selector).observation_len
         budgets = [KVBudget.of(slots, observation_len=queries) for slots in given or default_budgets(self.prompt_len)]

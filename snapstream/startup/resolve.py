@@ -67,7 +67,7 @@ def resolve(model: ModelConfig, options: EngineOptions, machine: Machine) -> Eng
     if max_model_len > model.max_position:
         raise ValueError(f"max_model_len is {max_model_len}; the model's context is {model.max_position} tokens")
     budget = resolve_budget(options.budget, max_model_len, make_selector(options.selector).observation_len)
-    if None not in model.layer_windows:  # no layer has slots that a budget could cut
+    if not model.full_layers:  # no layer has slots that a budget could cut
         budget = KVBudget.full(max_model_len)
     reserved_bytes = _reserved_bytes(options, machine)
 

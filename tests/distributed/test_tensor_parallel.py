@@ -112,8 +112,8 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
     check(two, Asked(checkpoint(name), budget=budget))
 
 
-HYBRIDS = ("lfm2", "lfm2-all", "lfm2-moe", "granite-hybrid", "qwen3.5", "qwen3-next", "nemotron-h", "nemotron-3",
-           "falcon-h1-norm")  # fmt: skip
+HYBRIDS = ("lfm2", "lfm2-all", "lfm2-moe", "lfm3", "granite-hybrid", "qwen3.5", "qwen3-next", "nemotron-h",
+           "nemotron-3", "falcon-h1-norm")  # fmt: skip
 STATES_TOLERANCE = 1e-4  # a gated delta rule amplifies rounding
 
 

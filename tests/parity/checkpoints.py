@@ -204,6 +204,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"], "num_dense_layers": 1,
          "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "routed_scaling_factor": 1.5},
     ),
+    "lfm3": (  # windows beside convolutions, a rope for each kind of layers, gates of heads
+        "Lfm3Config",
+        {"num_hidden_layers": 6, "sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "conv_bias": True},
+    ),
+    "lfm3-plain": (
+        "Lfm3Config",
+        {"num_hidden_layers": 4, "sliding_window": 40, "head_dim": 16, "use_sandwich_norm": False, "hidden_size": 64,
+         "intermediate_size": 64, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "conv", "full_attention", "sliding_attention"]},
+    ),
+    "lfm3-panels": (  # neither gates nor full attention
+        "Lfm3Config",
+        {"num_hidden_layers": 3, "sliding_window": 33, "head_dim": 32, "use_attention_gate": False,
+         "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True,
+         "layer_types": ["conv", "sliding_attention", "conv"]},
+    ),
     "granite-hybrid": (  # one MLP, groups of heads, heads and states of odd sizes
         "GraniteMoeHybridConfig",
         {**MAMBA, "num_hidden_layers": 5, "mamba_n_groups": 2, "num_local_experts": 0, "num_key_value_heads": 1},

@@ -43,7 +43,7 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Cohere2", "Flint", "Gemma2", "Gemma3", "Kolibri", "Olmo3")  # in some layers
+NEED_WINDOWS = ("Cohere2", "Flint", "Gemma2", "Gemma3", "Kolibri", "Lfm3", "Olmo3")  # in some layers
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -121,6 +121,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found |= draw_falcon(random, size)
     elif family.other_layer_types:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
+        if architecture.startswith("Lfm3"):
+            found |= draw_lfm3(random, found)
         if architecture.startswith("Granite"):
             found |= draw_mamba(random, size, found["hidden_size"])
         if architecture.startswith("Kimi"):
@@ -171,6 +173,16 @@ def draw_recurrent(random: Random, size: Sizes, kind: str, layers: int) -> dict[
         "linear_num_value_heads": key_heads * each, "linear_key_head_dim": size.any(1, 140),
         "linear_value_head_dim": size.inputs(140, times=key_heads * each),
         "shared_expert_intermediate_size": size.inputs(100),
+    }  # fmt: skip
+
+
+def draw_lfm3(random: Random, drawn: dict[str, Any]) -> dict[str, Any]:
+    """Some layers of attention with windows, gates without biases beside them."""
+    kinds = [random.choice([kind, "sliding_attention"]) for kind in drawn["layer_types"]]
+    has_gate = random.random() < 0.5
+    return {
+        "layer_types": kinds, "use_sandwich_norm": random.random() < 0.5, "use_attention_gate": has_gate,
+        "attention_bias": drawn["attention_bias"] and not has_gate,
     }  # fmt: skip
 
 

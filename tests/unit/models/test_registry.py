@@ -97,6 +97,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)]},
         8_339_930_560,  # with the corrections of the routers
     ),
+    "LFM3-1.7B": (
+        {"architectures": ["Lfm3ForCausalLM"], "attention_bias": False, "conv_L_cache": 7, "conv_bias": False,
+         "head_dim": 128, "hidden_size": 2048, "intermediate_size": 7680, "layer_types": [
+             "conv", "conv", "full_attention", "conv",
+             *["sliding_attention", "conv", "full_attention", "conv"] * 5],
+         "max_position_embeddings": 128000, "norm_eps": 1e-05, "num_attention_heads": 16, "num_hidden_layers": 24,
+         "num_key_value_heads": 4, "rope_parameters": {
+             "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+             "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}},
+         "sliding_window": 256, "tie_word_embeddings": True, "use_attention_gate": True, "use_sandwich_norm": True,
+         "vocab_size": 128000},
+        1_728_801_536,
+    ),
     "Phi-4-mini-instruct": (
         {"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
          "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064, "max_position_embeddings": 131072,
@@ -548,6 +561,21 @@ def test_falcon_h1_has_slots_and_a_state_in_every_layer() -> None:
         replace(model, recurrent_layers=(0,))
 
 
+def test_lfm3_keeps_windows_states_and_what_the_budget_holds() -> None:
+    model = model_config_from_dict(PUBLISHED["LFM3-1.7B"][0])
+    assert model.window_rope == RopeConfig(theta=10000.0) and (model.rope.kind, model.rope.share) == (
+        "proportional",
+        0.5,
+    )
+    assert (model.gate_dim, model.norms.has_outputs, model.full_layers) == (1, True, (2, 6, 10, 14, 18, 22))
+    assert model.describe_windows() == (
+        "recurrent states: 13 of 24 layers keep a state of constant size; "
+        "sliding windows: 5 of 24 layers keep the last 256 tokens; the budget applies to the other 6"
+    )
+    alone = {**PUBLISHED["LFM3-1.7B"][0], "num_hidden_layers": 2, "layer_types": ["conv", "sliding_attention"]}
+    assert model_config_from_dict(alone).describe_windows().endswith("256 tokens; no budget applies")
+
+
 def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:
     settings = PUBLISHED["gemma-3-1b-it"][0]
     model = model_config_from_dict({**settings, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
@@ -873,6 +901,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False; of this architecture it must be True"),
     ({**KIMI, "moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
     ({**KIMI, "linear_attn_config": [4]}, r"linear_attn_config is \[4\]; it must be an object"),
+    (
+        {**PUBLISHED["LFM3-1.7B"][0], "attention_bias": True},
+        "gates of attention have 1 numbers a head; there must be 128",
+    ),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1048,6 +1080,8 @@ def other_values(architecture: str) -> dict[str, Any]:
         }  # fmt: skip
     if architecture == "HYV3ForCausalLM":
         settings |= {"mlp_bias": False, "num_shared_experts": 3, "router_scaling_factor": 1.5}
+    if architecture == "Lfm3ForCausalLM":
+        settings |= {"attention_bias": False, "use_sandwich_norm": False, "sliding_window": 77}
     if architecture == "CohereForCausalLM":
         settings["use_qk_norm"] = False
     if architecture.startswith("Cohere"):

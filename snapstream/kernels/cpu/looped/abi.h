@@ -113,7 +113,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t per_layer_dim;                                      // P, of embeddings for each layer; 0: none
     const float* per_layer_in_norm;                             // [P]
     int64_t activation;                                         // of MLPs and experts
-    int64_t has_attention_gate;  // qkv begins with [H E] gates, whose sigmoid multiplies the output of attention
+    int64_t gate_dim;  // qkv begins with gates [H, 1 or E], whose sigmoid multiplies the output of attention; 0: not
     const float* window_frequencies;                            // [window_rotated / 2], of layers with windows; or null
     int64_t window_rotated, window_head_dim, full_head_dim;     // full: of the other layers
     float window_rope_scale;

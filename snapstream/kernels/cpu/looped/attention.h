@@ -76,11 +76,13 @@ inline StoredHead stored_head(Work& w, int64_t layer, int64_t first) {  // from 
 // The learned gate of a kv head's outputs, [group * E].
 inline void gate_attended(Work& w, int64_t layer, int64_t b, int64_t kv_head, float* found) {
     const LayerParts& own = w.model.parts[layer];
-    const int64_t count = w.model.heads / own.kv_heads * own.head_dim;
-    const float* gates = w.engine.heads + b * head_numbers(own) + kv_head * count;
-    for_columns(count, [&](int64_t at, int64_t some) {
-        store_some(found + at, load_some(found + at, some) / (1.0f + exponential(-load_some(gates + at, some))), some);
-    });
+    const int64_t group = w.model.heads / own.kv_heads, size = own.head_dim, each = w.model.gate_dim;
+    const float* gates = w.engine.heads + b * head_numbers(own) + kv_head * group * each;
+    for (int64_t r = 0; r < group; ++r, gates += each, found += size)
+        for_columns(size, [&](int64_t at, int64_t some) {
+            const vec gate = each == 1 ? all(gates[0]) : load_some(gates + at, some);
+            store_some(found + at, load_some(found + at, some) / (1.0f + exponential(-gate)), some);
+        });
 }
 
 inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {

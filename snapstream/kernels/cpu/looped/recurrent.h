@@ -448,7 +448,9 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& parts = w.model.parts[layer];
     const auto bias_of = [&](const float* all, int64_t rows) { return all ? all + place_of(w, layer) * rows : nullptr; };
     switch (stage) {
-        case 0: return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), parts.recurrent_in, turn_before(w, layer));
+        case 0:
+            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), parts.recurrent_in, turn_before(w, layer),
+                              layer ? w.model.parts[layer - 1].mlp_out_norm : nullptr);
         case 1: return project(w, parts.recurrent_in, bias_of(own.in_bias, own.projected), w.engine.mixed, nullptr, 1.0f,
                                own.in_scales);
         case 2:
