@@ -419,6 +419,7 @@ class ModelConfig:
     has_fused_qkv: bool = False  # q | k | v are one tensor of the checkpoint
     has_fused_gate_up: bool = False
     has_fused_experts: bool = False  # the checkpoint has all experts of a layer in one tensor
+    has_transposed_experts: bool = False  # and the matrices in it transposed (Qwen3-VL)
     norms: LayerNorms = LayerNorms()
     # Attention and MLP read the same norm of the residual stream, and both outputs are added to it (Cohere).
     is_parallel: bool = False

@@ -290,3 +290,11 @@ GEMMA4 = Family(
 )  # fmt: skip
 # With towers for images and sound, of which the text part is loaded.
 GEMMA4_TEXT_PART = replace(GEMMA4, is_text_part=True)
+# The same without experts and embeddings for each layer.
+GEMMA4_UNIFIED = replace(
+    GEMMA4,
+    defaults={
+        **GEMMA4.defaults, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024,
+    },
+)  # fmt: skip
+GEMMA4_UNIFIED_TEXT_PART = replace(GEMMA4_UNIFIED, is_text_part=True)

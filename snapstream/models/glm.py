@@ -1,8 +1,10 @@
-"""GLM-4, dense with four norms a layer; GLM-4 MoE and Solar Open (grouped-query attention), GLM-4 MoE Lite and GLM-5
-(latents), with DeepSeek-V3's routing. No torch.
+"""GLM-4, dense, since 0414 with four norms a layer; GLM-4 MoE and Solar Open (grouped-query attention), GLM-4 MoE Lite
+and GLM-5 (latents), with DeepSeek-V3's routing. No torch.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from snapstream.config.model import LayerNorms
 from snapstream.models.config_json import Settings, flag
@@ -31,9 +33,8 @@ SANDWICH_NORMS = LayerNorms(
 )
 
 
-def _glm4(settings: Settings) -> Recipe:
-    qkv_bias = flag(settings, "attention_bias")  # none of o
-    return {"qkv_bias": qkv_bias, "norms": SANDWICH_NORMS, "has_fused_gate_up": True}
+def _glm(settings: Settings) -> Recipe:
+    return {"qkv_bias": flag(settings, "attention_bias"), "has_fused_gate_up": True}  # none of o
 
 
 def _glm4_moe(settings: Settings) -> Recipe:
@@ -59,15 +60,16 @@ def _solar_refusals(settings: Settings) -> list[str]:
     ]
 
 
-GLM4 = Family(
+GLM = Family(
     defaults={
         "attention_bias": True, "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "num_key_value_heads": 2,
         "partial_rotary_factor": 0.5, "rms_norm_eps": 0.00000015625,
     },
-    recipe=_glm4,
+    recipe=_glm,
     is_partly_rotated=True,
     is_interleaved=True,
 )  # fmt: skip
+GLM4 = replace(GLM, recipe=lambda settings: {**_glm(settings), "norms": SANDWICH_NORMS})
 GLM4_MOE = Family(defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True)
 GLM4_MOE_LITE = Family(
     defaults=_LITE_DEFAULTS, recipe=latents_by_layer, refusals=latents_by_layer_refusals, has_experts=True

@@ -1,4 +1,6 @@
-"""Granite (IBM): a Llama with multipliers, and Granite 4.0 with Mamba-2 and experts beside a shared MLP. No torch."""
+"""Granite (IBM): a Llama with multipliers, with experts, with windows and learned sinks, and Granite 4.0 with Mamba-2
+and experts beside a shared MLP. No torch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,17 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from snapstream.config import ModelConfig
+from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.model import Mamba2, MoEConfig, Multipliers
-from snapstream.models.config_json import Settings, flag, number, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, num_layers
+from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    attention_biases,
+    num_layers,
+    refuse_absent_window,
+    windows_by_type,
+)
 from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
@@ -40,6 +49,61 @@ def _multipliers(settings: Settings) -> Recipe:
 
 def _granite(settings: Settings) -> Recipe:
     return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), **_multipliers(settings)}
+
+
+def _experts(settings: Settings) -> Recipe:
+    """Experts, if any, and what is beside them: one MLP of a size of its own, or nothing."""
+    experts = whole_number(settings, "num_local_experts", 0)
+    shared = whole_number(settings, "shared_intermediate_size", 0)
+    if not experts:
+        return {}
+    moe = MoEConfig(
+        num_experts=experts,
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "intermediate_size"),
+        num_shared=int(shared > 0),
+        own_shared=shared,
+        normalise=True,  # a softmax over the chosen logits
+    )
+    return {"moe": moe}
+
+
+def _moe(settings: Settings) -> Recipe:
+    return {
+        **attention_biases(settings), **_multipliers(settings), **_experts(settings), "has_fused_gate_up": True,
+    }  # fmt: skip
+
+
+def _with_windows(settings: Settings, recipe: Recipe) -> Recipe:
+    """With sinks, and of layer_rope_theta one base for each kind of layers, or 0: without rotary embedding."""
+    found, rope, max_position = (
+        windows_by_type(settings, lambda layer: layer % 4 != 0),
+        rope_settings(settings),
+        whole_number(settings, "max_position_embeddings"),
+    )
+    count = num_layers(settings)
+    thetas = settings.get("layer_rope_theta") or [rope["rope_theta"]] * count
+    if not isinstance(thetas, list) or len(thetas) != count:
+        raise ValueError(f"layer_rope_theta is {thetas!r}; it must be a list of {count} numbers")
+    kinds: dict[bool, dict[float, None]] = {False: {}, True: {}}  # by whether layers have a window
+    for theta, window in zip(thetas, found.get("windows", (None,) * count), strict=True):
+        if theta:
+            kinds[window is not None][theta] = None
+    if max(map(len, kinds.values())) > 1:
+        raise ValueError(
+            f"layer_rope_theta is {thetas!r}; beside 0 the layers with a sliding window may have one base, and the "
+            "others one"
+        )
+    own = next(iter(kinds[False]), None) or next(iter(kinds[True]), rope["rope_theta"])
+
+    def of(theta: float) -> RopeConfig:
+        own_rope = {"rope_scaling": None, "rope_parameters": {**rope, "rope_theta": theta}}
+        return parse_rope({**settings, **own_rope}, max_position)
+
+    found |= {"rope": of(own), "has_sinks": True, "rotated_layers": tuple(map(bool, thetas))}
+    if (window_theta := next(iter(kinds[True]), own)) != own:
+        found["window_rope"] = of(window_theta)
+    return {**recipe, **found}
 
 
 def _rewrite(settings: Settings) -> Settings:
@@ -87,18 +151,9 @@ def _mamba2(settings: Settings) -> Mamba2:
 
 
 def _hybrid(settings: Settings) -> Recipe:
-    recipe: Recipe = {**attention_biases(settings), **_multipliers(settings), "has_fused_gate_up": True}
+    recipe = _moe(settings)
     if settings["position_embedding_type"] != "rope":
         recipe["rotated_layers"] = (False,) * num_layers(settings)
-    if experts := whole_number(settings, "num_local_experts", 0):
-        recipe["moe"] = MoEConfig(
-            num_experts=experts,
-            top_k=whole_number(settings, "num_experts_per_tok"),
-            inner=whole_number(settings, "intermediate_size"),
-            num_shared=1,
-            own_shared=whole_number(settings, "shared_intermediate_size"),
-            normalise=True,  # a softmax over the chosen logits
-        )
     layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == MAMBA)
     return {**recipe, "recurrent": _mamba2(settings), "recurrent_layers": layers} if layers else recipe
 
@@ -143,7 +198,7 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
 def _tensors(config: ModelConfig) -> TensorSpecs:
     is_fused = config.has_fused_gate_up
     specs = {**decoder_tensors(replace(config, has_fused_experts=is_fused)), **mamba_tensors(config, "mamba")}
-    if config.moe is not None and is_fused:
+    if config.moe is not None and config.moe.num_shared and is_fused:
         specs["shared_gate_up"] = replace(specs["shared_gate_up"], parts={"mlp.gate_up_proj.weight": ()})
     return renamed(specs, NAMES)
 
@@ -153,6 +208,35 @@ _DEFAULTS: Settings = {
     "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_bias": False,
 }  # fmt: skip
 GRANITE = Family(defaults={**_DEFAULTS, "mlp_bias": False}, recipe=_granite)
+GRANITE_SWA = Family(
+    defaults={
+        **_DEFAULTS, "mlp_bias": False, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "bos_token_id": 100257,
+        "eos_token_id": 100257, "tie_word_embeddings": True, "sliding_window": 128,
+    },
+    recipe=lambda settings: _with_windows(settings, _granite(settings)),
+    refusals=refuse_absent_window,
+    has_windows=True,
+    has_rope_by_kind=True,
+)  # fmt: skip
+GRANITE_MOE = Family(
+    defaults={**_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 0},
+    recipe=_moe,
+    tensors=_tensors,
+    has_experts=True,
+)
+GRANITE_MOE_SWA = replace(
+    GRANITE_MOE,
+    defaults={**GRANITE_MOE.defaults, "sliding_window": 128},
+    recipe=lambda settings: _with_windows(settings, _moe(settings)),
+    aliases={
+        "experts.gate_up_proj": "input_linear.weight",
+        "experts.down_proj": "output_linear.weight",
+        "moe.router.weight": "moe.router.layer.weight",
+    },
+    refusals=refuse_absent_window,
+    has_windows=True,
+    has_rope_by_kind=True,
+)
 GRANITE_HYBRID = Family(
     defaults={
         **_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2,

@@ -113,6 +113,18 @@ def _moe_recipe(settings: Settings) -> Recipe:
     return {**_recipe(settings), "moe": moe}
 
 
+def _text_part(family: Family, kind: str) -> Family:
+    """The text part of a checkpoint with a vision tower, whose text_config may be of other families too."""
+
+    def refusals(settings: Settings) -> list[str]:
+        own = settings.get("model_type")
+        if isinstance(settings.get("text_config"), dict) and own != kind:
+            return [f"text_config has model_type {own!r}; only {kind!r} is supported"]
+        return family.refusals(settings)
+
+    return replace(family, refusals=refusals, is_text_part=True)
+
+
 def _tensors(config: ModelConfig) -> TensorSpecs:
     experts = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
     names = LFM3_NAMES if config.architecture.startswith("Lfm3") else NAMES
@@ -179,3 +191,4 @@ LFM3 = replace(
     has_windows=True,
     has_rope_by_kind=True,
 )  # fmt: skip
+LFM2_TEXT_PART, LFM3_TEXT_PART = _text_part(LFM2, "lfm2"), _text_part(LFM3, "lfm3")

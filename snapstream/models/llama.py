@@ -57,7 +57,49 @@ def _phi3(settings: Settings) -> Recipe:
     return {"has_fused_qkv": True, "has_fused_gate_up": True, **windows_of_all_layers(settings)}
 
 
+def _cwm_settings(settings: Settings) -> Settings:
+    if settings.get("rope_parameters") is not None or settings.get("rope_scaling") is not None:
+        return settings
+    rope = {
+        "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    return {**settings, "rope_parameters": rope}
+
+
+def _cwm(settings: Settings) -> Recipe:
+    return {"mlp_bias": flag(settings, "mlp_bias"), **windows_by_type(settings, lambda layer: layer % 4 != 0)}
+
+
+def _arcee(settings: Settings) -> Recipe:
+    return {**attention_biases(settings), "activation": "relu2"}
+
+
+def _arcee_refusals(settings: Settings) -> list[str]:
+    reasons = []
+    if (activation := settings.get("hidden_act")) != "relu2":
+        reasons.append(f"hidden_act is {activation!r}; of this architecture it must be 'relu2'")
+    if flag(settings, "mlp_bias"):
+        reasons.append("mlp_bias is true; no published model of this architecture has it, so it is not built")
+    return reasons
+
+
 LLAMA = Family(defaults={"bos_token_id": 1, "eos_token_id": 2}, recipe=_llama)
+CWM = Family(
+    defaults={
+        "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 8192,
+    },
+    rewrite=_cwm_settings,
+    recipe=_cwm,
+    has_windows=True,
+)  # fmt: skip
+ARCEE = Family(
+    defaults={"bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    recipe=_arcee,
+    refusals=_arcee_refusals,
+    has_own_activation=True,
+)
 INTERNLM3 = Family(
     defaults={"bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     recipe=_internlm3,

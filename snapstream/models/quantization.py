@@ -394,11 +394,15 @@ def has_own_head(folder: Path) -> bool:
     return not _is_same(one, at_one, other, at_other, size)
 
 
-def has_fused_experts(folder: Path) -> bool:
-    """Whether the files hold the experts of a layer in one tensor, ``[X, 2M, D]`` and ``[X, D, M]``."""
-    return any(
-        name.endswith(".mlp.experts.gate_up_proj") for file in _weight_files(folder) for name in _read_header(file)[0]
-    )
+def fused_experts(folder: Path) -> list[int] | None:
+    """The shape of ``down_proj`` where the files hold the experts of a layer in one tensor: ``[X, D, M]``, or ``[X, M,
+    D]`` if all are transposed.
+    """
+    for file in _weight_files(folder):
+        for name, tensor in _read_header(file)[0].items():
+            if name.endswith(".mlp.experts.down_proj") and isinstance(tensor, dict):
+                return list(tensor.get("shape", ()))
+    return None
 
 
 def has_corrections(folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3 and their mixtures of experts. No torch."""
+"""Qwen2, Qwen3, their mixtures of experts, and the text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. No torch."""
 
 from __future__ import annotations
 
@@ -70,6 +70,15 @@ def qwen3_moe_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
+def without_mrope(settings: Settings) -> Settings:
+    """Text has the same position on every axis of mrope, so its rotation is the plain one."""
+    found = dict(settings)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := found.get(name), dict):
+            found[name] = {key: own for key, own in rope.items() if not key.startswith("mrope") and own != "mrope"}
+    return found
+
+
 QWEN2 = Family(defaults=_DEFAULTS, recipe=_qwen2, has_windows=True)
 QWEN3 = Family(defaults={**_DEFAULTS, "head_dim": 128}, recipe=_qwen3, has_windows=True)
 QWEN3_MOE = Family(
@@ -92,4 +101,27 @@ QWEN2_MOE = Family(
     has_windows=True,
     has_experts=True,
     tensors=_qwen2_moe_tensors,
+)  # fmt: skip
+QWEN2_VL = replace(
+    QWEN2,
+    defaults={
+        **_DEFAULTS, "num_key_value_heads": 8, "max_window_layers": 80, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "bos_token_id": 151643, "eos_token_id": 151645,
+    },
+    rewrite=without_mrope,
+    is_text_part=True,
+)  # fmt: skip
+QWEN3_VL = replace(
+    QWEN3, defaults={**QWEN3.defaults, "rope_theta": 500000.0}, rewrite=without_mrope, is_text_part=True
+)  # fmt: skip
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    defaults={
+        **_DEFAULTS, "num_key_value_heads": 16, "num_local_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "rope_theta": 500000.0, "tie_word_embeddings": True,
+    },
+    rewrite=without_mrope,
+    recipe=lambda settings: _qwen3_moe({**settings, "norm_topk_prob": True}),  # whatever the file says
+    may_fuse_experts=True,
+    is_text_part=True,
 )  # fmt: skip

@@ -9,18 +9,14 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet, MoEConfig
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, num_layers
-from snapstream.models.qwen import qwen3_moe_refusals
+from snapstream.models.qwen import qwen3_moe_refusals, without_mrope
 from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
 
 
 def _rewrite(settings: Settings) -> Settings:
-    """Text has the same position on every axis of mrope, so its rotation is the plain one."""
-    found = dict(settings)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(rope := found.get(name), dict):
-            found[name] = {key: value for key, value in rope.items() if not key.startswith("mrope")}
+    found = dict(without_mrope(settings))
     if found.get("layer_types") is None:
         interval = whole_number(found, "full_attention_interval")
         if interval < 1:

@@ -33,14 +33,23 @@ from snapstream.models.config_json import (
 from snapstream.models.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
 from snapstream.models.falcon import FALCON_H1
 from snapstream.models.family import Family, sliding_window
-from snapstream.models.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_TEXT_PART, GEMMA4, GEMMA4_TEXT_PART
+from snapstream.models.gemma import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_TEXT_PART,
+    GEMMA4,
+    GEMMA4_TEXT_PART,
+    GEMMA4_UNIFIED,
+    GEMMA4_UNIFIED_TEXT_PART,
+)
 from snapstream.models.gguf_header import is_gguf
-from snapstream.models.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SOLAR_OPEN
+from snapstream.models.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SOLAR_OPEN
 from snapstream.models.gpt_oss import GPT_OSS
-from snapstream.models.granite import GRANITE, GRANITE_HYBRID
+from snapstream.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SWA, GRANITE_SWA
 from snapstream.models.kimi import KIMI_LINEAR
-from snapstream.models.lfm import LFM2, LFM2_MOE, LFM3
-from snapstream.models.llama import ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from snapstream.models.lfm import LFM2, LFM2_MOE, LFM2_TEXT_PART, LFM3, LFM3_TEXT_PART
+from snapstream.models.llama import ARCEE, CWM, ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import (
     DOTS1,
@@ -56,8 +65,8 @@ from snapstream.models.mixtures import (
 )
 from snapstream.models.nemotron import NEMOTRON_H
 from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO2, OLMO3
-from snapstream.models.quantization import has_corrections, has_fused_experts, has_own_head, stored_weights
-from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
+from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from snapstream.models.qwen_next import (
     QWEN3_5,
     QWEN3_5_MOE,
@@ -89,6 +98,10 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen3ForCausalLM": QWEN3,
         "Qwen3MoeForCausalLM": QWEN3_MOE,
         "Qwen2MoeForCausalLM": QWEN2_MOE,
+        "Qwen2VLForConditionalGeneration": QWEN2_VL,
+        "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
+        "Qwen3VLForConditionalGeneration": QWEN3_VL,
+        "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
         "MixtralForCausalLM": MIXTRAL,
         "MiniMaxM2ForCausalLM": MINIMAX_M2,
         "Dots1ForCausalLM": DOTS1,
@@ -109,6 +122,8 @@ FAMILIES: Registry[Family] = Registry(
         "SeedOssForCausalLM": SEED_OSS,
         "InternLM3ForCausalLM": INTERNLM3,
         "IQuestCoderForCausalLM": IQUEST_CODER,
+        "CwmForCausalLM": CWM,
+        "ArceeForCausalLM": ARCEE,
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,
         "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,
@@ -118,6 +133,9 @@ FAMILIES: Registry[Family] = Registry(
         "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Gemma4ForCausalLM": GEMMA4,
         "Gemma4ForConditionalGeneration": GEMMA4_TEXT_PART,
+        "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
+        "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED_TEXT_PART,
+        "GlmForCausalLM": GLM,
         "Glm4ForCausalLM": GLM4,
         "Qwen3NextForCausalLM": QWEN3_NEXT,
         "Qwen3_5ForCausalLM": QWEN3_5,
@@ -128,8 +146,14 @@ FAMILIES: Registry[Family] = Registry(
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
         "Lfm3ForCausalLM": LFM3,
+        "Lfm2VlForConditionalGeneration": LFM2_TEXT_PART,
+        "Lfm3VlForConditionalGeneration": LFM3_TEXT_PART,
         "FalconH1ForCausalLM": FALCON_H1,
         "GraniteForCausalLM": GRANITE,
+        "GraniteSWAForCausalLM": GRANITE_SWA,
+        "GraniteMoeForCausalLM": GRANITE_MOE,
+        "GraniteMoeSharedForCausalLM": GRANITE_MOE,
+        "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "NemotronHForCausalLM": NEMOTRON_H,
         "Olmo2ForCausalLM": OLMO2,
@@ -210,8 +234,10 @@ def read_model_config(path: str | Path) -> ModelConfig:
         config = replace(model_config_from_dict(settings), stored=stored_weights(file.parent, settings))
         if config.tie_word_embeddings and has_own_head(file.parent):
             config = replace(config, tie_word_embeddings=False)
-        if FAMILIES.get(config.architecture).may_fuse_experts and has_fused_experts(file.parent):
-            config = replace(config, has_fused_experts=True)
+        if FAMILIES.get(config.architecture).may_fuse_experts and (shape := fused_experts(file.parent)) is not None:
+            moe, hidden = config.moe, config.hidden_size
+            is_transposed = moe is not None and moe.inner != hidden and shape[1:] == [moe.inner, hidden]
+            config = replace(config, has_fused_experts=True, has_transposed_experts=is_transposed)
         if config.moe and FAMILIES.get(config.architecture).may_lack_corrections and not has_corrections(file.parent):
             config = replace(config, moe=replace(config.moe, has_bias=False))
     generation = file.parent / "generation_config.json"

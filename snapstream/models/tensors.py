@@ -20,7 +20,8 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
 }  # fmt: skip
 TOWER_PREFIXES = (
-    "vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.", "model.visual.",
+    "vision_tower.", "visual.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
+    "model.visual.", "model.vision_embedder.",
     "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
 )  # fmt: skip
 
@@ -392,10 +393,17 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
             per_expert=True,
             shard_dim=1,
             is_padded=True,
+            is_transposed=config.has_transposed_experts,
         ),
         "experts_down": TensorSpec(
-            shape=(len(moe.own), hidden, inner), parts=down, layers=layers, per_expert=True, shard_dim=2, is_padded=True
-        ),
+            shape=(len(moe.own), hidden, inner),
+            parts=down,
+            layers=layers,
+            per_expert=True,
+            shard_dim=2,
+            is_padded=True,
+            is_transposed=config.has_transposed_experts,
+        ),  # fmt: skip
     }
     if moe.has_bias:
         specs["router_bias"] = TensorSpec(

@@ -42,6 +42,10 @@ NEMOTRON: dict[str, Any] = {
     "head_dim": 20, "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 1.5, "time_step_min": 1e-30,
 }  # fmt: skip
+GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4, "logits_scaling": 1.7,
+}  # fmt: skip
+GRANITE_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
 GEMMA4: dict[str, Any] = {
     "sliding_window": 21, "head_dim": 20, "global_head_dim": 40, "vocab_size_per_layer_input": VOCAB,
     "tie_word_embeddings": True, "num_hidden_layers": 4,
@@ -88,8 +92,21 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite": (
         "GraniteConfig",
-        {"embedding_multiplier": 3.0, "residual_multiplier": 0.22, "attention_multiplier": 0.4, "logits_scaling": 1.7,
-         "attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "tie_word_embeddings": True},
+        {**GRANITE, "attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "tie_word_embeddings": True},
+    ),
+    "granite-swa": (  # a base of rope for each kind of layers, or none
+        "GraniteSWAConfig",
+        {**GRANITE, "sliding_window": 21, "num_hidden_layers": 6, "num_attention_heads": 6, "mlp_bias": True,
+         "layer_rope_theta": [500000.0, 0, 10000.0, 10000.0, 0, 10000.0]},
+    ),
+    "granite-moe": ("GraniteMoeConfig", {**GRANITE, **GRANITE_EXPERTS, "num_key_value_heads": 1}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig", {**GRANITE, **GRANITE_EXPERTS, "shared_intermediate_size": 40, "attention_bias": True}
+    ),
+    "granite-moe-swa": (  # one rope
+        "GraniteMoeSWAConfig",
+        {**GRANITE, **GRANITE_EXPERTS, "sliding_window": 33, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ),
     "phi3-window": ("Phi3Config", {"sliding_window": 21, "num_key_value_heads": 1}),
     "phi3-longrope": (
@@ -110,6 +127,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"logit_scale": 0.4, "sliding_window": 40, "intermediate_size": 64, "hidden_size": 64,
          "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     ),
+    "cwm": ("CwmConfig", {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "rope_parameters": LLAMA3}),
+    "arcee": ("ArceeConfig", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "glm": ("GlmConfig", {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "glm4": ("Glm4Config", {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 6}),
     "olmo2": ("Olmo2Config", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
     "olmo3": (

@@ -26,6 +26,7 @@ from snapstream.models.registry import read_model_config
 from tests.parity.checkpoints import (
     ARCHITECTURES,
     DELTA,
+    GEMMA4,
     LLAMA3,
     RECURRENT,
     SIZES,
@@ -191,20 +192,40 @@ GEMMA3_TEXT: dict[str, Any] = {
 }  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 14}  # fmt: skip
+QWEN_VISION = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 14,
+               "out_hidden_size": 48}  # fmt: skip
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 3, 3]}
 WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (GEMMA3_TEXT, {"vision_config": VISION, "mm_tokens_per_image": 4}),
-    "Qwen3_5": (
-        {**DELTA, "head_dim": 16, "num_hidden_layers": 4},
+    "Qwen3_5": ({**DELTA, "head_dim": 16, "num_hidden_layers": 4}, {"vision_config": QWEN_VISION}),
+    "Qwen2_5_VL": (
+        {"num_key_value_heads": 1, "sliding_window": 33, "use_sliding_window": True, "max_window_layers": 1,
+         "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2]}},
+        {"vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]}},
+    ),
+    "Qwen3VL": ({"head_dim": 20, "rope_parameters": MROPE}, {"vision_config": QWEN_VISION}),
+    "Qwen3VLMoe": (
+        {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
+         "rope_parameters": MROPE},
+        {"vision_config": QWEN_VISION},
+    ),
+    "Lfm2Vl": (
+        {"model_type": "lfm2", **ARCHITECTURES["lfm2"][1]},
         {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "depth": 1,
-                "num_heads": 2,
-                "patch_size": 14,
-                "out_hidden_size": 48,
-            }
+            "vision_config": {**VISION, "model_type": "siglip2_vision_model", "num_patches": 4},
+            "tie_word_embeddings": False,
         },
+    ),
+    "Lfm3Vl": (
+        {"model_type": "lfm3", **ARCHITECTURES["lfm3"][1]},
+        {
+            "vision_config": {**VISION, "model_type": "lfm3_vl_vision", "num_key_value_heads": 1},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "Gemma4Unified": (
+        {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
+        {"vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}},
     ),
     "Exaone4_5_": (
         {"model_type": "exaone4", "sliding_window": 33, "sliding_window_pattern": 2, "head_dim": 20},

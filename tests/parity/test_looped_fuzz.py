@@ -43,7 +43,8 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Cohere2", "Flint", "Gemma2", "Gemma3", "Kolibri", "Lfm3", "Olmo3")  # in some layers
+NEED_WINDOWS = ("Cohere2", "Flint", "Gemma2", "Gemma3", "Granite", "Kolibri", "Lfm3", "Olmo3")  # in some layers
+OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2"}
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -76,13 +77,14 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         rope = None
     found: dict[str, Any] = {
         "architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower(),
-        "hidden_act": "gelu_pytorch_tanh" if architecture == "GemmaForCausalLM" else "silu",
+        "hidden_act": OTHER_ACTIVATIONS.get(architecture, "silu"),
         "rms_norm_eps": 10.0 ** random.randint(-6, -2), "vocab_size": vocab,
         "hidden_size": size.inputs(200), "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "intermediate_size": size.inputs(300), "rope_theta": 10000.0,
         "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
         "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
-        "attention_bias": random.random() < 0.5, "mlp_bias": random.random() < 0.5 and "HYV3" not in architecture,
+        "attention_bias": random.random() < 0.5,
+        "mlp_bias": random.random() < 0.5 and not architecture.startswith(("HYV3", "Arcee")),
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
     part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
@@ -115,6 +117,10 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith("Gemma2"):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
+    if "SWA" in architecture:  # by kind of layers a base of rope, or none
+        found |= {"rope_scaling": None, "layer_rope_theta": [
+            random.choice([0.0, 1e4 if layer % 4 else 5e4]) for layer in range(layers)]}  # fmt: skip
+        rope = None
     if architecture.startswith("Gemma4"):
         found |= draw_gemma4(random, size, heads)
     if architecture.startswith("Falcon"):
@@ -248,6 +254,7 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "num_shared_experts": size.any(0, 2), "shared_expert_intermediate_size": size.inputs(100),
         "moe_topk": size.any(1, min(6, experts)),
         "mlp_only_layers": random.sample(range(layers), size.any(0, layers - 1)) if "Flint" in architecture else [],
+        "shared_intermediate_size": random.choice([0, size.inputs(100)]),
         "expert_selection_fn": random.choice(["softmax", "sigmoid"]),
     } | ({"intermediate_size": inner} if has_one_inner else {})  # fmt: skip
 

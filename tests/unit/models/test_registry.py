@@ -110,6 +110,77 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vocab_size": 128000},
         1_728_801_536,
     ),
+    "LFM2-VL-1.6B": (
+        {"architectures": ["Lfm2VlForConditionalGeneration"], "image_token_id": 396, "text_config": {
+            "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_ffn_dim_multiplier": 1.0,
+            "block_multiple_of": 256, "conv_L_cache": 3, "conv_bias": False, "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "hidden_size": 2048, "model_type": "lfm2", "norm_eps": 1e-05, "num_attention_heads": 32,
+            "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536},
+         "vision_config": {"model_type": "siglip2_vision_model"}},
+        1_170_340_608,
+    ),
+    "Qwen2.5-VL-7B-Instruct": (
+        {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "hidden_size": 3584, "intermediate_size": 18944,
+         "max_position_embeddings": 128000, "max_window_layers": 28, "model_type": "qwen2_5_vl",
+         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+         "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"}, "rope_theta": 1000000.0,
+         "sliding_window": 32768, "tie_word_embeddings": False, "use_sliding_window": False,
+         "vision_config": {"depth": 32, "model_type": "qwen2_5_vl"}, "vocab_size": 152064},
+        7_615_616_512,
+    ),
+    "Qwen3-VL-8B-Instruct": (
+        {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": {
+            "attention_bias": False, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+            "max_position_embeddings": 262144, "model_type": "qwen3_vl_text", "num_attention_heads": 32,
+            "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": {
+                "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000, "vocab_size": 151936},
+         "tie_word_embeddings": False, "vision_config": {"depth": 27, "model_type": "qwen3_vl"}},
+        8_190_735_360,
+    ),
+    "Qwen3-VL-30B-A3B-Instruct": (
+        {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": {
+            "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
+            "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [],
+            "model_type": "qwen3_vl_moe_text", "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+            "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": {
+                "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5000000, "tie_word_embeddings": False, "vocab_size": 151936},
+         "tie_word_embeddings": False, "vision_config": {"depth": 27, "model_type": "qwen3_vl_moe"}},
+        30_532_122_624,
+    ),
+    "cwm": (
+        {"architectures": ["CwmForCausalLM"], "head_dim": 128, "hidden_size": 6144, "intermediate_size": 21504,
+         "max_position_embeddings": 131072, "num_attention_heads": 48, "num_hidden_layers": 64,
+         "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": {
+             "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+             "rope_type": "llama3"},
+         "rope_theta": 1000000.0, "sliding_window": 8192, "vocab_size": 128256},
+        32_581_097_472,
+    ),
+    "glm-4-9b-chat-hf": (
+        {"architectures": ["GlmForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_size": 4096,
+         "intermediate_size": 13696, "max_position_embeddings": 131072, "num_attention_heads": 32,
+         "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+         "rms_norm_eps": 1.5625e-07, "rope_theta": 10000.0, "vocab_size": 151552},
+        9_399_951_360,
+    ),
+    "granite-swash-2b": (
+        {"architectures": ["GraniteSWAForCausalLM"], "hidden_size": 2560, "intermediate_size": 8192,
+         "layer_types": ["sliding_attention" if layer % 4 else "full_attention" for layer in range(24)],
+         "max_position_embeddings": 8192, "num_attention_heads": 20, "num_hidden_layers": 24,
+         "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "sliding_window": 128, "vocab_size": 100352},
+        2_144_463_840,
+    ),
+    "granite-3.1-3b-a800m-instruct": (
+        {"architectures": ["GraniteMoeForCausalLM"], "attention_multiplier": 0.015625, "embedding_multiplier": 12.0,
+         "hidden_size": 1536, "intermediate_size": 512, "logits_scaling": 6.0, "max_position_embeddings": 131072,
+         "num_attention_heads": 24, "num_experts_per_tok": 8, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "num_local_experts": 40, "residual_multiplier": 0.22, "rms_norm_eps": 1e-06, "rope_theta": 10000000.0,
+         "tie_word_embeddings": True, "vocab_size": 49155},
+        3_298_793_472,
+    ),
     "Phi-4-mini-instruct": (
         {"architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
          "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 200064, "max_position_embeddings": 131072,
@@ -905,6 +976,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**PUBLISHED["LFM3-1.7B"][0], "attention_bias": True},
         "gates of attention have 1 numbers a head; there must be 128",
     ),
+    (
+        {**PUBLISHED["granite-swash-2b"][0], "layer_rope_theta": [1e4, 1e4, 5e5, 1e4] * 6},
+        "beside 0 the layers with a sliding window may have one base, and the others one",
+    ),
+    ({**PUBLISHED["granite-swash-2b"][0], "layer_rope_theta": [1e4]}, "it must be a list of 24 numbers"),
+    (
+        {"architectures": ["Lfm2VlForConditionalGeneration"], "text_config": {"model_type": "lfm2_moe"}},
+        "text_config has model_type 'lfm2_moe'; only 'lfm2' is supported",
+    ),
+    ({**LLAMA, "architectures": ["ArceeForCausalLM"]}, "hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1008,6 +1089,7 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM")  # fmt: skip
@@ -1020,8 +1102,9 @@ def config_class_of(architecture: str) -> Any:
     import transformers
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    name = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4"}.get(name, name)  # that of its text_config
-    is_text = architecture in TEXT_CONFIGS or name.startswith("Qwen3_5")
+    names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3"}
+    name = names.get(name, name)  # that of its text_config
+    is_text = architecture in TEXT_CONFIGS or name.startswith(TEXT_NAMES)
     return getattr(transformers, name + ("TextConfig" if is_text else "Config"))
 
 
@@ -1080,8 +1163,17 @@ def other_values(architecture: str) -> dict[str, Any]:
         }  # fmt: skip
     if architecture == "HYV3ForCausalLM":
         settings |= {"mlp_bias": False, "num_shared_experts": 3, "router_scaling_factor": 1.5}
-    if architecture == "Lfm3ForCausalLM":
+    if architecture.startswith("Lfm3"):
         settings |= {"attention_bias": False, "use_sandwich_norm": False, "sliding_window": 77}
+    if "SWA" in architecture:
+        settings |= {"sliding_window": 77, "layer_rope_theta": [5e4, 1e4, 0, 1e4, 5e4]}
+    if architecture == "CwmForCausalLM":
+        settings |= {"sliding_window": 77, "attention_bias": False}
+        settings.pop("rope_theta")  # without rope settings its config class ignores it
+    if "Gemma4Unified" in architecture:
+        settings |= {"sliding_window": 77, "attention_bias": False}
+    if architecture == "ArceeForCausalLM":
+        settings |= {"hidden_act": "relu2", "mlp_bias": False}
     if architecture == "CohereForCausalLM":
         settings["use_qk_norm"] = False
     if architecture.startswith("Cohere"):
