@@ -5,6 +5,8 @@ from __future__ import annotations
 from snapstream.config.model import MAX_DIM
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type, windows_of_all_layers
+from snapstream.models.mixtures import HUNYUAN_NAMES, hunyuan_settings
+from snapstream.models.tensors import decoder_tensors, renamed
 
 
 def _llama(settings: Settings) -> Recipe:
@@ -99,6 +101,12 @@ ARCEE = Family(
     recipe=_arcee,
     refusals=_arcee_refusals,
     has_own_activation=True,
+)
+HUNYUAN_DENSE = Family(
+    defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
+    rewrite=hunyuan_settings,
+    recipe=lambda settings: {**attention_biases(settings), "qk_norm": True, "norms_after_rope": True},
+    tensors=lambda config: renamed(decoder_tensors(config), HUNYUAN_NAMES),
 )
 INTERNLM3 = Family(
     defaults={"bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},

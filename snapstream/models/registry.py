@@ -49,7 +49,18 @@ from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SWA, GRANITE_SWA
 from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE, LFM2_TEXT_PART, LFM3, LFM3_TEXT_PART
-from snapstream.models.llama import ARCEE, CWM, ERNIE4_5, INTERNLM3, IQUEST_CODER, LLAMA, PHI3, SEED_OSS, SMOLLM3
+from snapstream.models.llama import (
+    ARCEE,
+    CWM,
+    ERNIE4_5,
+    HUNYUAN_DENSE,
+    INTERNLM3,
+    IQUEST_CODER,
+    LLAMA,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+)
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import (
     DOTS1,
@@ -124,6 +135,7 @@ FAMILIES: Registry[Family] = Registry(
         "IQuestCoderForCausalLM": IQUEST_CODER,
         "CwmForCausalLM": CWM,
         "ArceeForCausalLM": ARCEE,
+        "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,
         "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,

@@ -129,7 +129,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cwm": ("CwmConfig", {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "rope_parameters": LLAMA3}),
     "arcee": ("ArceeConfig", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
-    "glm": ("GlmConfig", {"head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "glm": ("GlmConfig", {"head_dim": 20, "num_attention_heads": 6}),
     "glm4": ("Glm4Config", {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 6}),
     "olmo2": ("Olmo2Config", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
     "olmo3": (
@@ -388,6 +388,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
          "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "norm_topk_prob": False, "attention_bias": True,
          "mlp_only_layers": [], "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "hunyuan-dense": (
+        "HunYuanDenseV1Config",
+        {"head_dim": 20, "num_key_value_heads": 1,
+         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}},
     ),
     "hunyuan-moe": (  # norms of heads after the rotation
         "HunYuanMoEV1Config",

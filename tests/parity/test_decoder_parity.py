@@ -199,14 +199,24 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (GEMMA3_TEXT, {"vision_config": VISION, "mm_tokens_per_image": 4}),
     "Qwen3_5": ({**DELTA, "head_dim": 16, "num_hidden_layers": 4}, {"vision_config": QWEN_VISION}),
     "Qwen2_5_VL": (
-        {"num_key_value_heads": 1, "sliding_window": 33, "use_sliding_window": True, "max_window_layers": 1,
-         "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2]}},
+        {
+            "num_key_value_heads": 1,
+            "sliding_window": 33,
+            "use_sliding_window": True,
+            "max_window_layers": 1,
+            "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2]},
+        },
         {"vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]}},
     ),
     "Qwen3VL": ({"head_dim": 20, "rope_parameters": MROPE}, {"vision_config": QWEN_VISION}),
     "Qwen3VLMoe": (
-        {"head_dim": 20, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-         "rope_parameters": MROPE},
+        {
+            "head_dim": 20,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "rope_parameters": MROPE,
+        },
         {"vision_config": QWEN_VISION},
     ),
     "Lfm2Vl": (
@@ -304,6 +314,23 @@ def test_a_checkpoint_without_corrections(tmp_path: Path) -> None:
     ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert_close(run(decoder, full_attention(decoder), ids, 0), model(ids[None]).logits[0])
+
+
+def test_experts_in_transposed_matrices(tmp_path: Path) -> None:
+    """As Qwen3-VL is published; transformers writes either."""
+    text, around = WITH_TOWERS["Qwen3VLMoe"]
+    config = transformers.Qwen3VLMoeConfig(text_config={**SIZES, **text}, **around)
+    folder = save(transformers.Qwen3VLMoeForConditionalGeneration(config).float(), tmp_path)
+    plain, file = load(folder).weights.stored(), folder / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file)
+    turned = load(folder)
+    assert turned.config.has_transposed_experts
+    for name, tensor in turned.weights.stored().items():
+        assert torch.equal(tensor, plain[name]), name
 
 
 @pytest.mark.parametrize("kind", ["llama3", "linear", "yarn"])
