@@ -112,7 +112,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             "sliding_window": random.choice([1, 30, 1025, 5000]), "use_sliding_window": True,
             "max_window_layers": size.any(0, layers),
         }  # fmt: skip
-    elif architecture.startswith(NEED_WINDOWS):
+    elif family.has_windows and architecture.startswith(NEED_WINDOWS):
         found["sliding_window"] = 5000
     if architecture.startswith("Gemma2"):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
@@ -254,9 +254,10 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "num_shared_experts": size.any(0, 2), "shared_expert_intermediate_size": size.inputs(100),
         "moe_topk": size.any(1, min(6, experts)),
         "mlp_only_layers": random.sample(range(layers), size.any(0, layers - 1)) if "Flint" in architecture else [],
-        "shared_intermediate_size": random.choice([0, size.inputs(100)]),
         "expert_selection_fn": random.choice(["softmax", "sigmoid"]),
-    } | ({"intermediate_size": inner} if has_one_inner else {})  # fmt: skip
+    } | ({"intermediate_size": inner} if has_one_inner else {}) | (
+        {"shared_intermediate_size": random.choice([0, size.inputs(100)])} if "GraniteMoe" in architecture else {}
+    )  # fmt: skip
 
 
 def forms_of(width: str, group: int) -> WeightFormats:
