@@ -10,7 +10,11 @@ With ``--draft-model`` the target has layers of which only the first two change 
 are a draft model that is nearly always right, and two other random layers one that is rarely right. Answers are greedy,
 and prompt lookup is off.
 
+With ``--schema`` answers are JSON under a schema, sampled: ``long`` has objects whose names a grammar forces, ``free``
+mostly strings that may be anything.
+
     python -m benchmarks.speculation --save
+    python -m benchmarks.speculation --schema --rows 1 8 --save
     python -m benchmarks.speculation --draft-model --prompt-len 256 --max-tokens 384 --save
 """
 
@@ -31,10 +35,12 @@ import torch
 
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
+from snapstream.assets import TINY_MODEL
 from snapstream.config.engine import SPECULATIVE_TOKENS
 from snapstream.exec.speculation import History
 from snapstream.llm import LLM
-from snapstream.types import RequestOutput, SamplingParams
+from snapstream.models.tokenizer import load_tokenizer
+from snapstream.types import Grammar, RequestOutput, SamplingParams
 
 ONE_IN = 20  # tokens of a prediction that are changed
 
@@ -148,6 +154,54 @@ def measure_draft_models(width: str, rows: int, args: argparse.Namespace) -> dic
     return figure
 
 
+def schema(names: list[str], count: int, value: dict[str, Any]) -> Grammar:
+    """An array of ``count`` objects with these properties."""
+    properties = {name: value for name in names}
+    item = {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+    return Grammar.json_schema({"type": "array", "items": item, "minItems": count, "maxItems": count})
+
+
+SCHEMAS = {
+    "long": schema(
+        ["customer_reference_number", "estimated_delivery_date", "shipping_address_line", "is_express_delivery"], 4,
+        {"enum": ["pending", "confirmed", "unknown"]},
+    ),
+    "free": schema(["a", "b"], 5, {"type": "string", "maxLength": 40}),
+}  # fmt: skip
+
+
+def measure_schemas(width: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one width and batch."""
+    figure: dict[str, Any] = {"weights": width, "rows": rows}
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(TINY_MODEL)
+        folder = stack.enter_context(llama_folder(vocab_size=len(tokenizer)))
+        tokenizer.save_pretrained(folder)
+        plain, drafts = (
+            stack.enter_context(
+                LLM(folder, budget="full", max_rows=rows, max_model_len=args.prompt_len + 1024, weights=width,
+                    num_speculative_tokens=count, progress=False)
+            )
+            for count in (0, SPECULATIVE_TOKENS)
+        )  # fmt: skip
+        prompts = [random_prompt(args.prompt_len, len(tokenizer), seed=row) for row in range(rows)]
+        for name, grammar in SCHEMAS.items():
+            params = [SamplingParams(max_tokens=1024, seed=row, grammar=grammar) for row in range(rows)]
+            ratios, speeds, drafted, accepted = [], [], 0, 0
+            for _ in range(args.repeats):
+                want, got = plain.generate(prompts, params), drafts.generate(prompts, params)
+                assert [own.token_ids for own in got] == [own.token_ids for own in want], f"{name}: another answer"
+                speeds.append(tokens_per_s(want))
+                ratios.append(tokens_per_s(got) / speeds[-1])
+                drafted += sum(own.timings.drafted_tokens for own in got)
+                accepted += sum(own.timings.accepted_tokens for own in got)
+            figure |= {
+                f"{name}_tokens": len(want[0].token_ids), f"{name}_plain_tokens_per_s": median(speeds),
+                f"{name}_speedup": median(ratios), f"{name}_accepted_share": accepted / drafted,
+            }  # fmt: skip
+    return figure
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt-len", type=int, default=512)
@@ -157,17 +211,21 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="of prompt lookup; engines of several start turn by turn")
     parser.add_argument("--draft-model", action="store_true", help="draft models instead of prompt lookup")
+    parser.add_argument("--schema", action="store_true", help="answers under a JSON schema")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
     figures = []
+    measured = measure_draft_models if args.draft_model else measure_schemas if args.schema else measure
     for width in args.weights:
         for rows in args.rows:
-            figures.append((measure_draft_models if args.draft_model else measure)(width, rows, args))
+            figures.append(measured(width, rows, args))
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures[-1].items()}, flush=True)
     name, model = "speculation", "random Llama of 100M"
     if args.draft_model:
         name, model = "draft_model", f"random Llama of 12 layers, vocabulary of {VOCAB:,}, draft model of 2 layers"
+    if args.schema:
+        name, model = "schema_drafts", "random Llama of 100M, tokenizer of the tiny model"
     report(name, ceiling, {"model": model, "arms": figures}, save=args.save)
 
 

@@ -208,6 +208,21 @@ def draft_model(figures: dict[str, Any]) -> str:
     return f"Decode with a draft model against without, {figures['model']}:\n\n" + table(heads, rows)
 
 
+def schema_drafts(figures: dict[str, Any]) -> str:
+    rows = [
+        [arm["weights"], str(arm["rows"]),
+         *(text for name in ("long", "free") for text in (
+             f"{arm[f'{name}_plain_tokens_per_s']:.0f}", f"{arm[f'{name}_speedup']:.2f}x",
+             f"{arm[f'{name}_accepted_share']:.0%}"))]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    heads = [
+        "weights", "rows", "long names: tokens/s without drafts", "with", "drafts accepted",
+        "free strings: tokens/s without drafts", "with", "drafts accepted",
+    ]  # fmt: skip
+    return f"JSON under a schema with drafts against without, {figures['model']}:\n\n" + table(heads, rows)
+
+
 def memory(figures: dict[str, Any]) -> str:
     rows = [
         [str(arm["layers"]), f"{arm['measured_mib']:.0f} MiB", f"{arm['planned_mib']:.0f} MiB",
@@ -463,8 +478,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "peers_batches_100m": peers_batches, **dict.fromkeys(FILES, llama_bench),
     **dict.fromkeys(ENGINES, peers_all), "looping_avx2": looping,
     "spec_prefill": spec_prefill, "serving": serving,
-    "draft_model": draft_model, "soak": soak, "executors": executors, "grammar": grammar,
-    "turns": turns, "agent_turns": agent_turns,
+    "draft_model": draft_model, "schema_drafts": schema_drafts, "soak": soak, "executors": executors,
+    "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
     "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip
