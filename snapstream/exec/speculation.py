@@ -112,15 +112,17 @@ class History:
         ids, last = self._ids, self._end - 1
         if most < 1 or last < MIN_MATCH:
             return []
-        ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last]) + MIN_MATCH - 1
-        matched = 1
+        ends = np.flatnonzero(ids[MIN_MATCH - 1 : last] == ids[last])
+        if not len(ends):
+            return []
+        ends, matched = ends + MIN_MATCH - 1, 1
         while matched < min(MAX_MATCH, last):
             longer = ends[ends >= matched]
             longer = longer[ids[longer - matched] == ids[last - matched]]
             if not len(longer):
                 break
             ends, matched = longer, matched + 1
-        if not len(ends) or matched < MIN_MATCH:
+        if matched < MIN_MATCH:
             return []
         first, period = int(ends[-1]) + 1, last - int(ends[-1])  # text that repeats goes on repeating
         return [int(ids[first + i % period]) for i in range(most)]
@@ -207,6 +209,9 @@ class Speculation:
         self._times = StepTimes()
         self._num_steps = 0
         self.is_lazy = self.parts.decoder.device.type == "cuda"  # reads tokens only for lookups: reading waits
+        # Of every row the token to feed next, as an array: an operation of torch costs a step its share of lookups.
+        is_host = self.parts.decoder.device.type == "cpu"
+        self._last = self.parts.rows.last_token.numpy() if is_host else None
         # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.
         self._fed: list[tuple[Sequence[_Row], Arriving]] = []
         self._timed: list[tuple[int, Stopwatch]] = []
@@ -253,7 +258,11 @@ class Speculation:
         for row in own:
             row.num_left -= 1
         self._num_steps += 1
-        self._fed.append((own, Arriving(self.parts.rows.last_token[batch_rows])))
+        if self._last is None:
+            self._fed.append((own, Arriving(self.parts.rows.last_token[batch_rows])))
+            return own
+        for number, row in zip(rows, own, strict=True):
+            row.history.append(int(self._last[number]))
         return own
 
     def step(
