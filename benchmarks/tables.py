@@ -479,7 +479,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     **dict.fromkeys(ENGINES, peers_all), "looping_avx2": looping,
     "spec_prefill": spec_prefill, "serving": serving,
     "draft_model": draft_model, "schema_drafts": schema_drafts, "soak": soak, "executors": executors,
-    "grammar": grammar, "turns": turns, "agent_turns": agent_turns,
+    "grammar": grammar, "turns": turns, "turns_qwen3.5-100m": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
     "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip

@@ -7,19 +7,24 @@ with other tokens, one side after the other, so that both meet the same machine;
 
     python -m benchmarks.turns --save                 # 32,768 tokens: the 100M shape, some 12 minutes on two cores
     python -m benchmarks.turns --quick                # 8,192 tokens, two rounds: some 4 minutes
+    python -m benchmarks.turns --quick --shape qwen3.5-100m --save      # recurrent layers, whose states are stored
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 from torch import Tensor
 
 from benchmarks.machine import ceilings, report
-from benchmarks.shapes import llama_folder, random_prompt
+from benchmarks.shapes import GRANITE_H_100M, LFM2_100M, QWEN35_100M, llama_folder, random_checkpoint, random_prompt
 from snapstream.config import PrefixStoreConfig
 from snapstream.exec.prefix_store import PrefixMover
 from snapstream.exec.runner import ModelRunner
@@ -27,6 +32,7 @@ from snapstream.llm import LLM
 from snapstream.step import JobSpec, PrefillEntry
 from snapstream.types import SamplingParams
 
+HYBRIDS = {"lfm2-100m": LFM2_100M, "qwen3.5-100m": QWEN35_100M, "granite-h-100m": GRANITE_H_100M}
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 
 
@@ -60,7 +66,19 @@ def timed(llm: LLM) -> TimedMover:
     return mover
 
 
-def measure(context: int, new: int, rounds: int, slots: int, **shape: Any) -> dict[str, Any]:
+@contextmanager
+def checkpoint(shape: str) -> Iterator[Path]:
+    """A folder of random weights in fp32; deleted at the end."""
+    if shape not in HYBRIDS:
+        with llama_folder() as folder:
+            yield folder
+        return
+    with TemporaryDirectory() as scratch:
+        random_checkpoint(Path(scratch), HYBRIDS[shape])
+        yield Path(scratch)
+
+
+def measure(shape: str, context: int, new: int, rounds: int, slots: int) -> dict[str, Any]:
     settings = {"budget": slots, "max_rows": 1, "max_model_len": context + new + 8, "progress": False}
     cold: list[float] = []
     filling: list[float] = []
@@ -68,7 +86,7 @@ def measure(context: int, new: int, rounds: int, slots: int, **shape: Any) -> di
     copies: list[float] = []
     copied_out: list[float] = []
     cached = 0
-    with llama_folder(**shape) as folder:
+    with checkpoint(shape) as folder:
         store = PrefixStoreConfig(num_bytes=4 * 2**30)
         with LLM(folder, **settings) as off, LLM(folder, prefix_store=store, **settings) as on:  # type: ignore[arg-type]
             mover = timed(on)
@@ -91,7 +109,8 @@ def measure(context: int, new: int, rounds: int, slots: int, **shape: Any) -> di
                     flush=True,
                 )
     return {
-        "model": "random Llama 100M fp32", **shape, "context": context, "new": new, "slots": slots, "rounds": rounds,
+        "model": f"random {'Llama 100M' if shape not in HYBRIDS else shape} fp32", "context": context, "new": new,
+        "slots": slots, "rounds": rounds,
         "cached_tokens": cached,
         "cold_s": median(cold),
         "cold_store_on_s": median(filling),
@@ -111,14 +130,14 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--slots", type=int, default=2048)
-    parser.add_argument("--layers", type=int, help="of the 100M shape, 12 by default; few for a try")
+    parser.add_argument("--shape", choices=["llama-100m", *HYBRIDS], default="llama-100m")
     parser.add_argument("--quick", action="store_true", help="8,192 tokens")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     context = min(args.context, 8192) if args.quick else args.context
-    shape = {} if args.layers is None else {"num_hidden_layers": args.layers}
     ceiling = ceilings()
-    report("turns", ceiling, measure(context, args.new, args.rounds, args.slots, **shape), save=args.save)
+    name = f"turns_{args.shape}" if args.shape in HYBRIDS else "turns"
+    report(name, ceiling, measure(args.shape, context, args.new, args.rounds, args.slots), save=args.save)
 
 
 if __name__ == "__main__":
