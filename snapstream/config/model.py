@@ -443,7 +443,7 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
     # Numbers of a token whose sigmoid gates the output of a head of attention: head_dim, in the checkpoint behind each
-    # query head (Qwen3-Next), 1, of a projection of its own (LFM3), or 0: none.
+    # query head (Qwen3-Next) or apart (Trinity), 1, of a projection of its own (LFM3), or 0: none.
     gate_dim: int = 0
     qkv_bias: bool = False
     o_bias: bool = False

@@ -1,5 +1,5 @@
 """Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3,
-Mellum, K-EXAONE, Kolibri, Flint, Hunyuan. No torch.
+Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity. No torch.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MoEConfig
+from snapstream.config.model import LayerNorms, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -273,6 +273,52 @@ def _hunyuan_moe_tensors(config: ModelConfig) -> TensorSpecs:
     return renamed(decoder_tensors(config), names)
 
 
+def _afmoe(settings: Settings) -> Recipe:
+    """Gates of attention; layers without a window have no rotary embedding; norms around attention and experts."""
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=whole_number(settings, "num_shared_experts"),
+        first_dense=whole_number(settings, "num_dense_layers"),
+        scoring="sigmoid",
+        normalise=True,
+        scale=number(settings, "route_scale", above=0.0),
+        has_bias=True,
+    )
+    own = {**settings, "sliding_window_pattern": settings["global_attn_every_n_layers"]}
+    norms = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+    recipe: Recipe = {
+        **exaone_attention(own), "gate_dim": whole_number(settings, "head_dim"), "norms": norms, "moe": moe,
+    }  # fmt: skip
+    if flag(settings, "mup_enabled"):
+        recipe["multipliers"] = Multipliers(embedding=whole_number(settings, "hidden_size") ** 0.5)
+    return recipe
+
+
+def _afmoe_refusals(settings: Settings) -> list[str]:
+    """Also fields that transformers does not read and that would change the model."""
+    reasons = refuse_absent_window(settings)
+    if (step := whole_number(settings, "global_attn_every_n_layers")) < 1:
+        reasons.append(f"global_attn_every_n_layers is {step}; it must be >= 1")
+    known = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
+    for name, value in known.items():
+        if settings.get(name, value) != value:
+            reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
+    return reasons
+
+
+def _afmoe_tensors(config: ModelConfig) -> TensorSpecs:
+    """The gates have a projection of their own."""
+    names = {".gate.e_score_correction_bias": ".expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"}
+    specs, gates = renamed(decoder_tensors(config), names), config.num_heads * config.head_dim
+    parts = {
+        "self_attn.gate_proj.weight": (slice(gates),), **specs["qkv"].parts,
+        "self_attn.q_proj.weight": (slice(gates, 2 * gates),),
+    }  # fmt: skip
+    return {**specs, "qkv": replace(specs["qkv"], parts=parts, row_order={})}
+
+
 MINIMAX_M2 = Family(
     defaults={
         "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
@@ -387,3 +433,15 @@ HUNYUAN_MOE = Family(
     has_experts=True,
     tensors=_hunyuan_moe_tensors,
 )
+AFMOE = Family(
+    defaults={
+        "global_attn_every_n_layers": 4, "head_dim": 128, "moe_intermediate_size": 1408, "num_dense_layers": 1,
+        "num_experts": 64, "num_experts_per_tok": 6, "num_shared_experts": 2, "rms_norm_eps": 1e-5,
+        "route_scale": 1.0, "sliding_window": 1024,
+    },
+    recipe=_afmoe,
+    refusals=_afmoe_refusals,
+    has_experts=True,
+    has_windows=True,
+    tensors=_afmoe_tensors,
+)  # fmt: skip

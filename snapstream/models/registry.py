@@ -63,6 +63,7 @@ from snapstream.models.llama import (
 )
 from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
 from snapstream.models.mixtures import (
+    AFMOE,
     DOTS1,
     ERNIE4_5_MOE,
     EXAONE_MOE,
@@ -125,6 +126,7 @@ FAMILIES: Registry[Family] = Registry(
         "Kolibri1ForCausalLM": KOLIBRI1,
         "SolarOpenForCausalLM": SOLAR_OPEN,
         "FlintForCausalLM": FLINT,
+        "AfmoeForCausalLM": AFMOE,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
         "CohereForCausalLM": COHERE,

@@ -127,7 +127,7 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["deepseek-v3", "qwen3-moe", "qwen2-moe", "glm4", "glm4-moe", "gpt-oss", "ernie-moe-halves", "kolibri-panels",
-     "cohere2-moe", "axk1", "flint-panels", "hunyuan-moe"],
+     "cohere2-moe", "axk1", "flint-panels", "hunyuan-moe", "afmoe-panels"],
 )  # fmt: skip
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
@@ -135,7 +135,9 @@ def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExp
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["cohere2-panels", "ministral3-halves", "cohere2-moe", "kolibri-panels", "axk1"])
+@pytest.mark.parametrize(
+    "name", ["cohere2-panels", "ministral3-halves", "cohere2-moe", "kolibri-panels", "axk1", "afmoe-panels"]
+)
 def test_other_recipes_in_looped_steps(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     """An MLP or experts beside attention, whose outputs are added together; queries scaled by position; experts whose
     output is normed.

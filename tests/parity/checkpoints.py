@@ -394,6 +394,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 20, "num_key_value_heads": 1,
          "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}},
     ),
+    "afmoe": (  # gates of attention with a projection of their own
+        "AfmoeConfig",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "num_shared_experts": 2,
+         "head_dim": 20, "sliding_window": 21, "num_attention_heads": 6, "num_key_value_heads": 3, "route_scale": 1.7,
+         "mup_enabled": True, "global_attn_every_n_layers": 2},
+    ),
+    "afmoe-panels": (
+        "AfmoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1,
+         "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "num_dense_layers": 0},
+    ),
     "hunyuan-moe": (  # norms of heads after the rotation
         "HunYuanMoEV1Config",
         {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "head_dim": 20, "attention_bias": True,

@@ -99,6 +99,7 @@ OTHERS = (
     "Flint",
     "AXK1",
     "HunYuanMoE",
+    "Afmoe",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

@@ -43,7 +43,17 @@ SEEDS = range(int(_FIRST or 0), int(_FIRST or 0) + int(_COUNT))
 STEPS = 2
 
 
-NEED_WINDOWS = ("Cohere2", "Flint", "Gemma2", "Gemma3", "Granite", "Kolibri", "Lfm3", "Olmo3")  # in some layers
+NEED_WINDOWS = (
+    "Afmoe",
+    "Cohere2",
+    "Flint",
+    "Gemma2",
+    "Gemma3",
+    "Granite",
+    "Kolibri",
+    "Lfm3",
+    "Olmo3",
+)  # in some layers
 OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2"}
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
@@ -83,7 +93,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         "num_key_value_heads": kv_heads, "intermediate_size": size.inputs(300), "rope_theta": 10000.0,
         "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
         "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
-        "attention_bias": random.random() < 0.5,
+        "attention_bias": random.random() < 0.5 and "Afmoe" not in architecture,
         "mlp_bias": random.random() < 0.5 and not architecture.startswith(("HYV3", "Arcee")),
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip

@@ -47,6 +47,7 @@ SPARSE = (
     "SolarOpen",
     "Flint",
     "HunYuanMoE",
+    "Afmoe",
 )
 MIXTURES = [
     name

@@ -464,11 +464,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "routed_scaling_factor": 1.0, "topk_group": 1, "vocab_size": 196608},
         102_651_799_552,
     ),
-    "Cohere2MoeConfig": (  # the defaults of transformers' class
-        {"architectures": ["Cohere2MoeForCausalLM"], "hidden_size": 8192, "intermediate_size": 22528,
-         "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "vocab_size": 256000},
-        190_004_928_512,
-    ),
     "flint": (
         {"architectures": ["FlintForCausalLM"], "decoder_sparse_step": 1, "head_dim": 128, "hidden_size": 2048,
          "intermediate_size": 6144, "max_position_embeddings": 262144, "mlp_only_layers": [0, 1],
@@ -558,11 +553,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         7_298_617_344,
     ),
 }  # fmt: skip
+# Of transformers' config classes, with its number of parameters.
+DEFAULTS: dict[str, tuple[dict[str, Any], int]] = {
+    "Cohere2MoeConfig": (
+        {"architectures": ["Cohere2MoeForCausalLM"], "hidden_size": 8192, "intermediate_size": 22528,
+         "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "vocab_size": 256000},
+        190_004_928_512,
+    ),
+    "AfmoeConfig": (
+        {"architectures": ["AfmoeForCausalLM"], "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
+         "max_position_embeddings": 16384, "moe_intermediate_size": 1408, "num_attention_heads": 16,
+         "num_dense_layers": 1, "num_experts": 64, "num_experts_per_tok": 6, "num_hidden_layers": 32,
+         "num_key_value_heads": 16, "num_shared_experts": 2, "sliding_window": 1024, "vocab_size": 200192},
+        19_232_600_000,
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", list(PUBLISHED))
+@pytest.mark.parametrize("name", [*PUBLISHED, *DEFAULTS])
 def test_published_models_have_their_number_of_parameters(name: str) -> None:
-    settings, count = PUBLISHED[name]
+    settings, count = (PUBLISHED | DEFAULTS)[name]
     assert num_parameters(model_config_from_dict(settings)) == count
 
 
@@ -835,20 +845,23 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**PUBLISHED["Hunyuan-A13B-Instruct"][0], "rope_scaling": {"type": "yarn", "factor": 4.0}},
         "rope yarn, .*not supported with norms of queries and keys after the rotation",
     ),
+    ({**DEFAULTS["AfmoeConfig"][0], "route_norm": False}, "route_norm is False; .*it must be True"),
+    ({**DEFAULTS["AfmoeConfig"][0], "attention_bias": True}, "attention_bias is True; .*it must be False"),
+    ({**DEFAULTS["AfmoeConfig"][0], "global_attn_every_n_layers": 0}, "global_attn_every_n_layers is 0; it must be"),
     ({**PUBLISHED["flint"][0], "decoder_sparse_step": 2}, r"decoder_sparse_step is 2; .*mlp_only_layers \(1\)"),
     ({**PUBLISHED["flint"][0], "mlp_only_layers": "all"}, "mlp_only_layers is 'all'; it must be a list of layers"),
     ({**PUBLISHED["A.X-K1"][0], "moe_layer_freq": 2}, "moe_layer_freq is 2; of this architecture it must be 1"),
     ({**PUBLISHED["Kolibri-1"][0], "sliding_window": None}, "sliding_window is null; it must be a whole number"),
     (
-        {**PUBLISHED["Cohere2MoeConfig"][0], "expert_selection_fn": "tanh"},
+        {**DEFAULTS["Cohere2MoeConfig"][0], "expert_selection_fn": "tanh"},
         "expert_selection_fn is 'tanh'; it must be 'softmax' or 'sigmoid'",
     ),
     (
-        {**PUBLISHED["Cohere2MoeConfig"][0], "shared_expert_combination_strategy": "max"},
+        {**DEFAULTS["Cohere2MoeConfig"][0], "shared_expert_combination_strategy": "max"},
         "shared_expert_combination_strategy is 'max'; it must be 'average' or 'sum'",
     ),
     (
-        {**PUBLISHED["Cohere2MoeConfig"][0], "prefix_dense_sliding_window_pattern": 0},
+        {**DEFAULTS["Cohere2MoeConfig"][0], "prefix_dense_sliding_window_pattern": 0},
         "prefix_dense_sliding_window_pattern is 0; it must be >= 1",
     ),
     ({**PUBLISHED["OLMoE-1B-7B-0924-Instruct"][0], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
@@ -1092,7 +1105,7 @@ TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
-                "Cohere2MoeForCausalLM", "FlintForCausalLM")  # fmt: skip
+                "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM")  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK1ForCausalLM",
                 "KimiLinearForCausalLM")  # fmt: skip
@@ -1180,6 +1193,8 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"layer_norm_eps": 1e-3, "logit_scale": 0.5}
     if architecture in WINDOW_NAMES:
         settings["sliding_window"] = 77
+    if architecture == "AfmoeForCausalLM":
+        settings |= {"attention_bias": False, "num_shared_experts": 3, "route_scale": 2.5, "mup_enabled": True}
     if architecture in TEXT_CONFIGS:
         settings |= {"sliding_window_pattern": 3, "rope_local_base_freq": 3e4}
     if architecture in LATENT_NAMES:
