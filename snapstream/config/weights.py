@@ -194,6 +194,7 @@ class StoredWeights:
     # the names among ``dequantized`` that are kept in them.
     own: tuple[tuple[WeightFormat, frozenset[str]], ...] = ()
     in_own: tuple[str, ...] = ()
+    has_one_scale: bool = False  # of FP8: for a matrix, in place of one for each block
     has_float_dense: bool = False  # matrices with ``TensorSpec.is_dense`` are floats beside quantized ones
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:

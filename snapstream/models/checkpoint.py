@@ -6,7 +6,7 @@ memory never exceeds the model plus one shard. A rank reads only its slice of ea
 
 A quantized matrix ``X.weight [out, in]`` is stored as (``pack-quantized``) ``X.weight_packed [out, in * bits / 32]``
 int32, whose bytes are the values of ``kernels/groups.py``, ``X.weight_scale [out, in / group]`` and ``X.weight_shape``;
-or as (FP8 blocks) ``X.weight [out, in]`` in e4m3 and ``X.weight_scale_inv [ceil(out / 128), ceil(in / 128)]``; or in
+or as (FP8) ``X.weight [out, in]`` in e4m3 and ``X.weight_scale_inv [ceil(out / 128), ceil(in / 128)]`` or ``[]``; or in
 the layout of a ``Packing``, whose numbers are read whole and put into groups, or dequantized.
 """
 
@@ -42,7 +42,15 @@ from snapstream.models import gguf
 from snapstream.models.config_json import read_object
 from snapstream.models.gguf_header import first_file, is_gguf, split_files
 from snapstream.models.matrix import MakeMatrix, decode, encode, make_matrix
-from snapstream.models.quantization import FP8_SCALES, GPTQ_SCALES, INDEX_FILE, LM_HEAD, SCALES, SINGLE_FILE
+from snapstream.models.quantization import (
+    FP8_SCALES,
+    GPTQ_SCALES,
+    INDEX_FILE,
+    INPUT_SCALE,
+    LM_HEAD,
+    SCALES,
+    SINGLE_FILE,
+)
 from snapstream.models.registry import FAMILIES, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
 from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
@@ -186,7 +194,7 @@ def plain_name(name: str) -> str:
     return name.removesuffix(PACKED).removesuffix(MXFP4_CODES)
 
 
-def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Expected]:
+def packed_tensors(name: str, shape: Shape, form: WeightFormat, *, has_one_scale: bool = False) -> dict[str, Expected]:
     """The tensors of a quantized matrix ``name``, of MXFP4 a stack of such."""
     if form.is_mxfp4:
         *rows, num_in = shape
@@ -198,7 +206,7 @@ def packed_tensors(name: str, shape: Shape, form: WeightFormat) -> dict[str, Exp
         return {name + MXFP4_CODES: ((*blocks, form.group // 2), ("U8",)), name + MXFP4_SCALES: (blocks, ("U8",))}
     num_out, num_in = shape
     if form.is_fp8:
-        scales = -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK)
+        scales = () if has_one_scale else (-(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
         return {name: (shape, (FP8_STORED,)), name + FP8_SCALES: (scales, ("F32", "BF16"))}
     if num_in % form.group:
         raise ValueError(
@@ -306,8 +314,12 @@ def read_scales(name: str, cut: Cut, group: int, manifest: Mapping[str, StoredTe
 
 
 def read_block_scales(name: str, cut: Cut, manifest: Mapping[str, StoredTensor]) -> Tensor:
-    """Scales of a slice of the FP8 matrix ``name``, fp32."""
-    return _tensor(name + FP8_SCALES, cut.scaled((FP8_BLOCK, FP8_BLOCK)), manifest).to(torch.float32)
+    """Scales of the blocks in a slice of the FP8 matrix ``name``, fp32."""
+    blocks = cut.scaled((FP8_BLOCK, FP8_BLOCK))
+    if manifest[name + FP8_SCALES].shape:
+        return _tensor(name + FP8_SCALES, blocks, manifest).to(torch.float32)
+    scale = _tensor(name + FP8_SCALES, (), manifest).to(torch.float32)
+    return scale.expand([own.stop - own.start for own in blocks]).contiguous()
 
 
 def pack_matrix(name: str, numbers: Tensor, form: WeightFormat) -> dict[str, Tensor]:
@@ -486,13 +498,14 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     manifest = read_manifest(folder, config)
     specs = tensor_specs(config)
     needed: dict[str, Expected] = {}
+    one = config.stored.has_one_scale
     for part in checkpoint_parts(specs, config.num_layers):
         form = _stored_format(part.name, specs[part.target], config)
         if config.stored.packing is not None and specs[part.target].is_quantized:
             needed |= packing_tensors(part.name, part.shape, config.stored.packing)
             continue
         plain = {part.name: (part.shape, FLOAT_DTYPES)}
-        needed |= plain if form is None else packed_tensors(part.name, part.shape, form)
+        needed |= plain if form is None else packed_tensors(part.name, part.shape, form, has_one_scale=one)
     _check(manifest, needed, config)
     return manifest
 
@@ -612,6 +625,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     skipped = FAMILIES.get(config.architecture).skipped
     is_tied = config.tie_word_embeddings and name == LM_HEAD
     is_skipped = name.startswith(skipped) or any(part in name for part in skipped if part.startswith("."))
+    is_skipped |= config.stored.has_one_scale and name.endswith(INPUT_SCALE)
     is_skipped |= config.norms_experts_alone and f".{config.norms.after_mlp}." in name  # of layers without experts
     return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config) or _is_shared(name, config)
 

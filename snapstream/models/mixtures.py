@@ -292,7 +292,7 @@ def _afmoe(settings: Settings) -> Recipe:
         **exaone_attention(own), "gate_dim": whole_number(settings, "head_dim"), "norms": norms, "moe": moe,
     }  # fmt: skip
     if flag(settings, "mup_enabled"):
-        recipe["multipliers"] = Multipliers(embedding=whole_number(settings, "hidden_size") ** 0.5)
+        recipe["multipliers"] = Multipliers(embedding=max(whole_number(settings, "hidden_size"), 1) ** 0.5)
     return recipe
 
 

@@ -2,9 +2,10 @@
 
 ``pack-quantized`` of compressed-tensors is read and written, for the matrices of the layers: 8 or 4 bits, symmetric, in
 groups along the input, weights only (W8A16, W4A16); attention may have another format. Read are also its other groups
-(``Packing``), GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978), and FP8 in blocks of 128 by 128, as DeepSeek and Qwen
-publish it. Anything else is refused with the reason. Headers give dtypes, and whether the output embedding is tied; an
-unreadable one counts as absent here, and ``checkpoint.py`` refuses it.
+(``Packing``), GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978), and FP8 with a scale per block of 128 by 128, as
+DeepSeek and Qwen publish it, or per matrix, as Mistral does. Anything else is refused with the reason. Headers give
+dtypes, and whether the output embedding is tied; an unreadable one counts as absent here, and ``checkpoint.py`` refuses
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ _MXFP4_FLOATS = {
     "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
 }  # fmt: skip
 SCALES = "_scale"  # suffix of the tensor of a matrix's scales
-FP8_SCALES = "_scale_inv"  # the same of FP8 blocks; numbers are multiplied with it, in spite of the name
+FP8_SCALES = "_scale_inv"  # the same of FP8; numbers are multiplied with it, in spite of the name
+INPUT_SCALE = ".activation_scale"  # of inputs that are quantized for an FP8 product, which none is here
 GPTQ_SCALES = ".scales"  # of GPTQ and AWQ
 _HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # as ``ignore`` names it
 # The same of routers. A pattern that matches more is found when tensors are compared.
@@ -217,13 +219,14 @@ def _mxfp4_refusals(settings: Mapping[str, Any], quantization: Mapping[str, Any]
 
 
 def _fp8_refusals(quantization: Mapping[str, Any]) -> list[str]:
-    """One scale per matrix or row, or static activation scales, are other formats. Activations are never quantized
-    here; ``dynamic`` describes how an FP8 product would do so.
+    """A scale per block or, as Ministral 3 has it, per matrix. Activations are never quantized here: ``dynamic`` and
+    ``static``, of a matrix, describe how an FP8 product would do so.
     """
+    is_of_blocks = quantization.get("weight_block_size") is not None
     wanted: dict[str, tuple[Any, ...]] = {
-        "weight_block_size": ([FP8_BLOCK, FP8_BLOCK],),
+        "weight_block_size": (None, [FP8_BLOCK, FP8_BLOCK]),
         "fmt": (None, "e4m3"),
-        "activation_scheme": (None, "dynamic"),
+        "activation_scheme": (None, "dynamic") if is_of_blocks else (None, "dynamic", "static"),
     }
     return _unlike(quantization, wanted, "quantization_config")
 
@@ -357,8 +360,10 @@ def stored_weights(folder: Path, settings: Mapping[str, Any]) -> StoredWeights:
     found = {dtype for file in sorted(folder.glob("*.safetensors")) for dtype in _matrix_dtypes(file)}
     dtype = found.pop() if len(found) == 1 else "float32" if found else _declared(settings)  # fp32 holds all of them
     quantized, packing = stored_format(settings), stored_packing(settings)
+    blocks = (settings.get("quantization_config") or {}).get("weight_block_size")
     return StoredWeights(
         dtype=dtype, quantized=quantized, attention=stored_attention(settings), packing=packing,
+        has_one_scale=quantized is not None and quantized.is_fp8 and blocks is None,
         dequantized=(packing.describe(),) if packing is not None and quantized is None else (),
     )  # fmt: skip
 
