@@ -405,7 +405,7 @@ def turns(figures: dict[str, Any]) -> str:
         f"{figures['context']:,} tokens in common and {figures['new']} new ones, {figures['cached_tokens']:,} restored"
     )
     heads = ["turn", "first token", "sooner", "copies, of the rest"]
-    return f"Time to the first token, {size}:\n\n" + table(heads, rows)
+    return f"Time to the first token, {figures['model']}, {size}:\n\n" + table(heads, rows)
 
 
 def agent_turns(figures: dict[str, Any]) -> str:
@@ -478,8 +478,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "peers_batches_100m": peers_batches, **dict.fromkeys(FILES, llama_bench),
     **dict.fromkeys(ENGINES, peers_all), "looping_avx2": looping,
     "spec_prefill": spec_prefill, "serving": serving,
-    "draft_model": draft_model, "schema_drafts": schema_drafts, "soak": soak, "executors": executors,
-    "grammar": grammar, "turns": turns, "turns_qwen3.5-100m": turns, "agent_turns": agent_turns,
+    "draft_model": draft_model, "schema_drafts_avx2": schema_drafts, "soak": soak, "executors": executors,
+    "grammar": grammar, "turns": turns, "turns_qwen3.5-100m_avx2": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
     "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,
 }  # fmt: skip
