@@ -198,6 +198,10 @@ MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 3, 
 WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (GEMMA3_TEXT, {"vision_config": VISION, "mm_tokens_per_image": 4}),
     "Qwen3_5": ({**DELTA, "head_dim": 16, "num_hidden_layers": 4}, {"vision_config": QWEN_VISION}),
+    "Qwen2VL": (
+        {"num_key_value_heads": 1, "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2]}},
+        {"vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "patch_size": 4}},
+    ),
     "Qwen2_5_VL": (
         {
             "num_key_value_heads": 1,
