@@ -486,7 +486,7 @@ class ModelConfig:
             check(self.recurrent is not None, "recurrent_layers needs recurrent")
             check(
                 self.norms.has_inputs and not self.is_parallel and not self.is_centered,
-                "recurrent layers without norms of inputs, beside a parallel MLP, or with LayerNorm are not supported",
+                "recurrent layers without norms of inputs, with a parallel MLP or with LayerNorm are not supported",
             )
         if self.has_parallel_recurrence:
             check(

@@ -209,7 +209,7 @@ class Speculation:
         self._times = StepTimes()
         self._num_steps = 0
         self.is_lazy = self.parts.decoder.device.type == "cuda"  # reads tokens only for lookups: reading waits
-        # Of every row the token to feed next, as an array: an operation of torch costs a step its share of lookups.
+        # The token that each row is fed next, as a NumPy view: indexing the tensor costs as much as all else here.
         is_host = self.parts.decoder.device.type == "cpu"
         self._last = self.parts.rows.last_token.numpy() if is_host else None
         # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.

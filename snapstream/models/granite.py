@@ -1,5 +1,5 @@
 """Granite (IBM): a Llama with multipliers, with experts, with windows and learned sinks, and Granite 4.0 with Mamba-2
-and experts beside a shared MLP. No torch.
+and experts with a shared MLP. No torch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _granite(settings: Settings) -> Recipe:
 
 
 def _experts(settings: Settings) -> Recipe:
-    """Experts, if any, and what is beside them: one MLP of a size of its own, or nothing."""
+    """Experts, if any, and at most one shared MLP of a size of its own."""
     experts = whole_number(settings, "num_local_experts", 0)
     shared = whole_number(settings, "shared_intermediate_size", 0)
     if not experts:
@@ -91,7 +91,7 @@ def _with_windows(settings: Settings, recipe: Recipe) -> Recipe:
             kinds[window is not None][theta] = None
     if max(map(len, kinds.values())) > 1:
         raise ValueError(
-            f"layer_rope_theta is {thetas!r}; beside 0 the layers with a sliding window may have one base, and the "
+            f"layer_rope_theta is {thetas!r}; apart from 0, layers with a sliding window may have one base, and the "
             "others one"
         )
     own = next(iter(kinds[False]), None) or next(iter(kinds[True]), rope["rope_theta"])

@@ -240,7 +240,7 @@ def hunyuan_settings(settings: Settings) -> Settings:
 
 
 def _hunyuan_moe(settings: Settings) -> Recipe:
-    """Queries and keys are normed after the rotation; beside the experts every token passes an MLP of their size."""
+    """Queries and keys are normed after the rotation; every token also passes a shared expert."""
     moe = MoEConfig(
         num_experts=whole_number(settings, "num_experts"),
         top_k=whole_number(settings, "moe_topk"),

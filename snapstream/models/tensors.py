@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from snapstream.config import DType, ModelConfig, StoredWeights, WeightFormat
@@ -382,28 +382,15 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
     if config.has_fused_experts:
         gate_up, down = {f"{names.prefix}.experts.gate_up_proj": ()}, {f"{names.prefix}.experts.down_proj": ()}
     router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
+    stack = partial(
+        TensorSpec, layers=layers, per_expert=True, is_padded=True, is_transposed=config.has_transposed_experts
+    )
     specs = {
         "router": TensorSpec(
             shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
         ),
-        "experts_gate_up": TensorSpec(
-            shape=(len(moe.own), gates + inner, hidden),
-            parts=gate_up,
-            layers=layers,
-            per_expert=True,
-            shard_dim=1,
-            is_padded=True,
-            is_transposed=config.has_transposed_experts,
-        ),
-        "experts_down": TensorSpec(
-            shape=(len(moe.own), hidden, inner),
-            parts=down,
-            layers=layers,
-            per_expert=True,
-            shard_dim=2,
-            is_padded=True,
-            is_transposed=config.has_transposed_experts,
-        ),  # fmt: skip
+        "experts_gate_up": stack(shape=(len(moe.own), gates + inner, hidden), parts=gate_up, shard_dim=1),
+        "experts_down": stack(shape=(len(moe.own), hidden, inner), parts=down, shard_dim=2),
     }
     if moe.has_bias:
         specs["router_bias"] = TensorSpec(

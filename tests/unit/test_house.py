@@ -34,7 +34,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # (390), ranks and disk files of recurrent states (110), automatic per-head budgets (220), while merges took 28 files
 # and 320 lines; then Gemma 2 (205), Falcon-H1 (249, a file), Triton kernels of recurrent layers (229, a file), and what
 # recurrent layers and per-head budgets did not combine with (210); then Q4_K in five bits (270) and drafts of eager and
-# captured decode (340); then 27 architectures in files that exist (750), rows of int8 and int4 on GPUs (220) and drafts
+# captured decode (340); then 26 architectures in files that exist (750), rows of int8 and int4 on GPUs (220) and drafts
 # under grammars (80). A module with one importer lives in that importer, unless it is an entry point, an optional
 # dependency or an entry of a registry.
 COUNTS = {

@@ -991,7 +991,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**PUBLISHED["granite-swash-2b"][0], "layer_rope_theta": [1e4, 1e4, 5e5, 1e4] * 6},
-        "beside 0 the layers with a sliding window may have one base, and the others one",
+        "apart from 0, layers with a sliding window may have one base, and the others one",
     ),
     ({**PUBLISHED["granite-swash-2b"][0], "layer_rope_theta": [1e4]}, "it must be a list of 24 numbers"),
     (
