@@ -105,7 +105,7 @@ class Pretend:
 
 def occupy(runner: ModelRunner, rows: Sequence[int], num_tokens: int, sampling: SamplingParams) -> None:
     """Let ``rows`` look as after a prompt of ``num_tokens``, without prefilling one."""
-    counters = runner.rows.entry(num_tokens, num_tokens, runner.config.row_budget)
+    counters = runner.rows.entry(num_tokens, runner.config.row_budget)
     device = runner.decoder.device
     runner.rows.admit(upload(rows, torch.int64, device), upload([counters] * len(rows), torch.int64, device))
     if runner.cache.heads is not None:

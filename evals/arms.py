@@ -15,13 +15,6 @@
 - ``heads``: the same slots in all, divided among the kv heads by the checkpoint's profile, and the selector ``diverse``
   (the default on a CPU).
 - ``as_kvpress``: selection as kvpress's SnapKVPress does it, no sinks: what is left is another implementation.
-
-For answers longer than the ring, left out unless they are named (``LONG_ARMS``), all with the default number of slots:
-
-- ``window``: three quarters of the ring hold the end of the prompt for ever.
-- ``rescoring``: the last decode queries choose again what the row keeps.
-- ``rescoring_fresh``: the same without a memory of earlier votes.
-- ``rescoring_window``: the same with half of the ring for the end of the prompt, refreshed twice as often.
 """
 
 from __future__ import annotations
@@ -31,21 +24,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evals.selectors import AS_KVPRESS, AS_PUBLISHED, Random, Variant, load_selector, stored_settings
-from snapstream.config import (
-    DEFAULT_OBSERVATION,
-    DEFAULT_SINK,
-    KVBudget,
-    ReselectionConfig,
-    Selector,
-    make_selector,
-)
+from snapstream.config import DEFAULT_OBSERVATION, DEFAULT_SINK, KVBudget, Selector, make_selector
 from snapstream.kv.selectors.diverse import Diverse
 from snapstream.kv.selectors.hops import Hops
 
 ARMS = ("full", "truncation", "streaming", "random", "snapkv", "snapstream", "hops")
-LONG_ARMS = ("window", "rescoring", "rescoring_fresh", "rescoring_window")
 # Those beyond ARMS run only when they are named.
-EVERY_ARM = (*ARMS, "heads", "as_kvpress", "largest_head", "by_head", *LONG_ARMS)
+EVERY_ARM = (*ARMS, "heads", "as_kvpress", "largest_head", "by_head")
 NUM_HOPS = 4
 
 
@@ -57,7 +42,6 @@ class Arm:
     slots: int
     budget: KVBudget
     selector: Selector = field(default_factory=make_selector)
-    rescoring: ReselectionConfig | None = None
     has_heads: bool = False  # per-head budgets, by the profile beside the weights
 
     @property
@@ -109,23 +93,9 @@ def make_arm(name: str, slots: int, max_model_len: int, max_tokens: int) -> Arm:
             raise ValueError(f"{slots} slots leave nothing to select beside a ring of {recent}")
         budget = KVBudget(num_sink=0, num_topk=slots - recent, num_recent=recent)
         return Arm(name=name, slots=slots, budget=budget, selector=AS_KVPRESS)
-    if name in LONG_ARMS:
-        return _long_arm(name, slots)
     raise ValueError(f"unknown arm {name!r}; known: {', '.join(EVERY_ARM)}")
 
 
 def selector_arm(text: str, slots: int) -> Arm:
     """The default budget with another selector (``selectors.load_selector``), which names the arm."""
     return Arm(name=text, slots=slots, budget=KVBudget.of(slots), selector=load_selector(text))
-
-
-def _long_arm(name: str, slots: int) -> Arm:
-    ring = KVBudget.of(slots).num_recent
-    if name == "window":
-        return Arm(name=name, slots=slots, budget=KVBudget.of(slots, num_window=ring * 3 // 4))
-    if name == "rescoring_window":
-        budget, rescoring = KVBudget.of(slots, num_window=ring // 2), ReselectionConfig(every=16)
-    else:
-        budget, rescoring = KVBudget.of(slots), ReselectionConfig(memory=0.0 if name == "rescoring_fresh" else 0.98)
-    rescoring.check_budget(budget)
-    return Arm(name=name, slots=slots, budget=budget, rescoring=rescoring)

@@ -73,9 +73,7 @@ class Cell:
     @property
     def settings(self) -> dict[str, Any]:
         """All that decides the result, as plain data."""
-        rescoring = self.arm.rescoring
-        more = {} if rescoring is None else {"rescoring": asdict(rescoring)}  # cells without it keep their names
-        return more | {
+        return {
             "source": self.source,
             "model": self.model.name,
             "weights": weights_of(self.model),
@@ -195,7 +193,7 @@ def run_group(cells: Sequence[Cell], answers_file: Path | None = None) -> None:
     chat, items = items_of(first)
     prompts = [first.arm.prompt(item.prompt_ids, task.max_tokens) for item in items]
     forced = [item.forced_ids for item in items]
-    rules = [(cell.arm.budget, cell.arm.selector, cell.arm.rescoring) for cell in cells]
+    rules = [(cell.arm.budget, cell.arm.selector) for cell in cells]
     with LLM(
         first.model,
         budget=first.arm.budget,

@@ -1,10 +1,5 @@
-"""Tables that compare models, engines, rules, weights and re-selection, as Markdown, from stored cells.
-
-``tables.py`` has what they share. That of re-selection is of
-
-    python -m evals.run --families told asked_again --prompts 40 --budgets 1/8 1/4 --arms full streaming snapstream \\
-        window rescoring rescoring_fresh rescoring_window
-    python -m evals.run --model snapstream/assets/tiny_draft --families recite --prompts 100 ... (the same)
+"""Tables that compare models, engines, rules and weights, as Markdown, from stored cells. ``tables.py`` has what they
+share.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from evals import store, tables
 from evals.rounded import SETTINGS, WIDTHS
 from evals.tasks import TASKS
 from figures.markdown import table
-from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
+from snapstream.assets import TINY_MODEL
 
 # A model with states of constant size compared with one that has none: what cut rows keep of their answers.
 HYBRID_MODEL = Path("build/tiny_hybrid")  # trained by recipes/tiny_hybrid; it does not ship, its results do
@@ -157,51 +152,6 @@ def peer_table() -> str:
     versions = ", ".join(sorted({cell["result"]["peer_version"] for cell in theirs}))
     note = f"{tables.note_of(shown)} Full attention of both on the same prompts. {versions}."
     return f"{note}\n\n{table(['engine', 'cache', 'slots', *names], rows)}"
-
-
-# Answers that are longer than the ring: what KV re-selection changes.
-# How the arms are called, in the order of the table.
-LONG_ARM_NAMES = {
-    "full": "full attention", "snapstream": "SnapStream", "window": "end of the prompt kept",
-    "streaming": "StreamingLLM", "rescoring": "rescoring", "rescoring_fresh": "rescoring without memory",
-    "rescoring_window": "rescoring, end of the prompt kept",
-}  # fmt: skip
-# Who answers what: only the second tiny model can recite.
-LONG_COLUMNS = ((TINY_MODEL, "told"), (TINY_MODEL, "asked_again"), (TINY_DRAFT_MODEL, "recite"))
-
-
-def rescoring_table() -> str:
-    """One line per arm and size; ValueError where rescoring was not measured."""
-    lines: dict[tuple[int, str], dict[str, str]] = {}
-    heads, sources = [], []
-    for model, task in LONG_COLUMNS:
-        found = [
-            c for c in tables.records(model) if c["settings"]["task"] == task and c["settings"]["arm"] in LONG_ARM_NAMES
-        ]
-        own = [c for c in found if c["settings"]["arm"] == "rescoring"]
-        if not own:
-            raise ValueError(f"not measured; run python -m evals.run --families {task} --arms rescoring")
-        count = max(cell["settings"]["num_prompts"] for cell in own)
-        found = [c for c in found if c["settings"]["num_prompts"] == count]  # every arm on the same prompts
-        own = [c for c in own if c["settings"]["num_prompts"] == count]
-        sizes = {cell["settings"]["slots"] for cell in own}
-        for cell in found:
-            settings, result = cell["settings"], cell["result"]
-            slots = 0 if settings["arm"] == "full" else settings["slots"]
-            if slots in sizes or not slots:
-                text = f"{result['accuracy']:.1f} ± {result['standard_error']:.1f}"
-                lines.setdefault((slots, settings["arm"]), {})[task] = text
-        heads.append(f"{task} ({count} prompts, {model.name})")
-        sources.append(f"`{own[0]['command']}`")
-    names = list(LONG_ARM_NAMES)
-    order = sorted(lines, key=lambda line: (line[0] > 0, line[0], names.index(line[1])))
-    rows = [
-        [LONG_ARM_NAMES[arm], str(slots or "all"), *(lines[slots, arm].get(task, "") for _, task in LONG_COLUMNS)]
-        for slots, arm in order
-    ]
-    where = f"{own[0]['device']}; torch {own[0]['torch']}; commit {own[0]['commit']}; {'; '.join(sources)}"
-    shown = table(["cache", "slots", *heads], rows)
-    return f"Accuracy in points, prompts of 2,048 tokens, greedy:\n\n{shown}\n\n<sub>{where}</sub>"
 
 
 # Weights of int8 and int4 compared with those that a model ships with: the same prompts, arm by arm.

@@ -29,7 +29,7 @@ from evals.arms import ARMS, EVERY_ARM, make_arm, selector_arm
 from evals.cells import Cell, run_cells
 from evals.rounded import WIDTHS
 from evals.selectors import load_selector
-from evals.tasks import LONG_TASKS, TASKS
+from evals.tasks import TASKS
 from figures.chart import Line, Panel, chart
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KV_DTYPES
@@ -118,8 +118,7 @@ def plot_of(results: Sequence[dict[str, Any]]) -> str:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=TINY_MODEL, help="checkpoint folder with a chat template")
-    parser.add_argument("--families", nargs="+", choices=list(TASKS), metavar="TASK",
-                        default=[name for name in TASKS if name not in LONG_TASKS])  # fmt: skip
+    parser.add_argument("--families", nargs="+", choices=list(TASKS), metavar="TASK", default=list(TASKS))
     parser.add_argument("--arms", nargs="+", choices=EVERY_ARM, default=list(ARMS))
     parser.add_argument("--budgets", type=Fraction, nargs="+", default=[Fraction(1, n) for n in (2, 4, 8, 16)],
                         metavar="PART", help="slots as parts of --prompt-len, for example 1/4")  # fmt: skip

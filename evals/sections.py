@@ -47,7 +47,7 @@ TABLES: dict[str, Callable[[], str]] = {
 # Tables that name their sources themselves.
 WITH_SOURCE: dict[str, Callable[[], str]] = {
     "prompt_compression": compression_table, "prompt_compression_settings": settings_table,
-    "rescoring": comparisons.rescoring_table, "chains": chains_table, "second_question": second_question_table,
+    "chains": chains_table, "second_question": second_question_table,
     "uneven": lambda: uneven_table(TINY_MODEL), f"{DRAFT}uneven": lambda: uneven_table(TINY_DRAFT_MODEL),
     "reconstruction": lambda: reconstruction_table(TINY_MODEL),
     f"{DRAFT}reconstruction": lambda: reconstruction_table(TINY_DRAFT_MODEL),

@@ -45,7 +45,6 @@ class Variant(Selector):
     """SnapKV, hops and the diverse share with their constants open; the defaults are the package's."""
 
     name: ClassVar[str] = "variant"
-    can_reselect: ClassVar[bool] = True
     observation_len: int = DEFAULT_OBSERVATION
     pool_width: int = POOL_WIDTH  # odd width of the centred pooling, stride 1, zero padding
     pooling: Pooling = "max"  # SnapKV's code has both

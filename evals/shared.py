@@ -15,9 +15,8 @@ from typing import cast
 from torch import Tensor
 
 from evals.forced import answer
-from snapstream.config import EngineConfig, KVBudget, ReselectionConfig, Selector
+from snapstream.config import EngineConfig, KVBudget, Selector
 from snapstream.exec.prefill import RowWriter
-from snapstream.exec.reselection import Reselector
 from snapstream.exec.rows import Counters, Rows
 from snapstream.exec.runner import ModelRunner
 from snapstream.kv.cache import KVCache
@@ -26,55 +25,39 @@ from snapstream.llm import LLM
 from snapstream.step import PrefillEntry
 from snapstream.types import Request, SamplingParams
 
-Rule = tuple[KVBudget, Selector, ReselectionConfig | None]
+Rule = tuple[KVBudget, Selector]
 PROMPTS_AT_ONCE = 2  # whose rows decode together
 
 
 class SharedWriter(RowWriter):
     """Writes row ``i`` of a prompt by rule ``i``."""
 
-    def __init__(
-        self, rules: Sequence[Rule], cache: KVCache, config: EngineConfig, reselector: Reselector | None
-    ) -> None:
-        super().__init__(cache, config, reselector)
+    def __init__(self, rules: Sequence[Rule], cache: KVCache, config: EngineConfig) -> None:
+        super().__init__(cache, config)
         self._rules = rules
 
-    def _by_row(self, entry: PrefillEntry) -> Iterator[tuple[PrefillEntry, Rule]]:
-        """The entry as if each of its rows were its only one, and the rule of that row."""
-        for row, rule in zip(entry.rows, self._rules, strict=True):
-            yield replace(entry, rows=(row,), budget=rule[0], selector=rule[1]), rule
+    def _by_row(self, entry: PrefillEntry) -> Iterator[PrefillEntry]:
+        """The entry as if each of its rows were its only one, with the rule of that row."""
+        for row, (budget, selector) in zip(entry.rows, self._rules, strict=True):
+            yield replace(entry, rows=(row,), budget=budget, selector=selector)
 
     def num_queries(self, entry: PrefillEntry) -> int:
         """As many as the rule needs that needs most."""
-        return max(selector.num_queries(len(entry.token_ids)) for _, selector, _ in self._rules)
+        return max(selector.num_queries(len(entry.token_ids)) for _, selector in self._rules)
 
     def write(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
     ) -> Tensor | None:
         """Every rule writes its own row."""
         assert queries is not None
-        for own, (budget, selector, reselection) in self._by_row(entry):
-            last = queries[-selector.num_queries(keys.shape[1]) :]
-            kept = write_rows(self.cache, layer, own.rows, keys, values, last, budget, selector)
-            if self.reselector is not None and reselection is not None:
-                self.reselector.store_scores(layer, own, last[-reselection.num_queries :], keys, kept)
+        for own in self._by_row(entry):
+            last = queries[-own.selector.num_queries(keys.shape[1]) :]
+            write_rows(self.cache, layer, own.rows, keys, values, last, own.budget, own.selector)
         return None
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
         """Each row's by its own budget."""
-        return [Rows.entry(len(own.token_ids), len(own.token_ids), own.budget) for own, _ in self._by_row(entry)]
-
-    def admit(self, entry: PrefillEntry) -> None:
-        """Each row is re-selected by its own rule."""
-        if self.reselector is not None:
-            for own, (_, _, reselection) in self._by_row(entry):
-                self.reselector.admit(own, reselection)
-
-
-def _widest(configs: Sequence[ReselectionConfig | None]) -> ReselectionConfig | None:
-    """One whose buffer of queries serves all."""
-    found = [config for config in configs if config is not None]
-    return max(found, key=lambda config: config.num_queries) if found else None
+        return [Rows.entry(len(own.token_ids), own.budget) for own in self._by_row(entry)]
 
 
 def generate_shared(
@@ -86,10 +69,8 @@ def generate_shared(
     """
     config = replace(
         llm.config,
-        # Rows with room for every rule's; KV re-selection is refused where no slot is selected, so one is.
-        budget=KVBudget(num_sink=0, num_topk=1, num_recent=llm.config.max_model_len - 1),
+        budget=KVBudget.full(llm.config.max_model_len),  # rows with room for every rule's
         max_rows=PROMPTS_AT_ONCE * len(rules),
-        reselection=_widest([reselection for *_, reselection in rules]),
         num_speculative_tokens=0,  # rows of a request have other budgets than it says
     )
     lent = cast(ModelRunner, llm.engine.runner)

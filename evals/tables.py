@@ -14,8 +14,8 @@ from typing import Any
 
 from evals import cells as stored
 from evals import store
-from evals.arms import LONG_ARMS, make_arm
-from evals.tasks import LONG_TASKS, TASKS
+from evals.arms import make_arm
+from evals.tasks import TASKS
 from figures.markdown import table
 from snapstream.assets import TINY_MODEL
 
@@ -58,14 +58,9 @@ def narrow_records(model: Path = TINY_MODEL) -> list[Result]:
 
 
 def cells(model: Path = TINY_MODEL) -> list[Result]:
-    """Stored cells of a model; of the same measurement with different numbers of prompts, the one with the most.
-
-    Tasks and arms for long answers are left out: they have a table of their own (``comparisons.py``).
-    """
+    """Stored cells of a model; of the same measurement with different numbers of prompts, the one with the most."""
     best: dict[str, Result] = {}
     for cell in records(model):
-        if cell["settings"]["task"] in LONG_TASKS or cell["settings"]["arm"] in LONG_ARMS:
-            continue
         key = store.key_of(cell["settings"] | {"num_prompts": 0})
         if key not in best or cell["settings"]["num_prompts"] > best[key]["settings"]["num_prompts"]:
             best[key] = cell

@@ -13,7 +13,7 @@ from snapstream.version import __version__
 
 if TYPE_CHECKING:
     from snapstream.async_llm import AsyncLLM
-    from snapstream.config import EngineOptions, KVBudget, PrefixStoreConfig, ReselectionConfig, Selector
+    from snapstream.config import EngineOptions, KVBudget, PrefixStoreConfig, Selector
     from snapstream.kv.selectors.diverse import Diverse
     from snapstream.kv.selectors.hops import Hops
     from snapstream.kv.selectors.snapkv import SnapKV
@@ -34,7 +34,6 @@ __all__ = [
     "PromptCompression",
     "RequestOutput",
     "SamplingParams",
-    "ReselectionConfig",
     "Selector",
     "SnapKV",
     "PromptCompressor",
@@ -53,7 +52,6 @@ _HOME = {
     "PromptCompression": "snapstream.spec_prefill.settings",
     "RequestOutput": "snapstream.types",
     "SamplingParams": "snapstream.types",
-    "ReselectionConfig": "snapstream.config",
     "Selector": "snapstream.config",
     "SnapKV": "snapstream.kv.selectors.snapkv",
     "PromptCompressor": "snapstream.spec_prefill.compressor",

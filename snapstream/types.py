@@ -435,7 +435,7 @@ class RequestOutput:
     @property
     def has_outgrown_ring(self) -> bool:
         """Whether a sample is longer than its ring: the end of the prompt, usually the question, was then evicted,
-        except for tokens that a window region or KV re-selection keeps.
+        except for tokens that a window region keeps.
         """
         ring = None if self.compression is None else self.compression.ring_tokens
         return ring is not None and any(len(sample.token_ids) > ring for sample in self.samples)

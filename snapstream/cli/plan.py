@@ -188,7 +188,7 @@ Examples:
   snapstream plan config.json --prompt-len 32768 --json
   snapstream plan Llama-3.2-1B-Instruct/ --device cpu
   snapstream plan DeepSeek-R1/ --tensor-parallel 16 --attention dp --memory 141GB --bandwidth 4.8TB/s
-  snapstream plan Llama-3.1-8B-Instruct/ --reselect-every 32 --draft Qwen3-0.6B/ --draft-context-len 8192
+  snapstream plan Llama-3.1-8B-Instruct/ --draft Qwen3-0.6B/ --draft-context-len 8192
 """
 
 

@@ -26,7 +26,6 @@ from snapstream.config.kv import (
     DEFAULT_SINK,
     SELECTORS,
     KVBudget,
-    ReselectionConfig,
     Selector,
     make_selector,
 )
@@ -53,7 +52,7 @@ __all__ = [
     "DEFAULT_OBSERVATION", "DEFAULT_SELECTOR", "DEFAULT_SINK", "DTYPE_BYTES", "EXECUTORS", "KV_DTYPES", "ROW_FORMATS",
     "SELECTORS", "AutoCount", "Budget", "Chunking", "DType", "EngineConfig", "EngineOptions", "InvalidValue",
     "KVBudget", "KVDType", "ModelConfig", "ParallelConfig", "PrefillAttentionName", "PrefixStore", "PrefixStoreConfig",
-    "ReselectionConfig", "RopeConfig", "RopeKind", "RowFormat", "Selector", "Settings", "SplitAttention",
+    "RopeConfig", "RopeKind", "RowFormat", "Selector", "Settings", "SplitAttention",
     "SplitExperts", "StoredWeights", "WeightFormat", "WeightFormats", "WeightsOption", "as_count", "as_kind",
     "as_number", "as_path", "as_prefix_store", "as_token_ids", "make_selector", "plain", "row_formats",
 ]  # fmt: skip

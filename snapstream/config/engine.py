@@ -18,7 +18,6 @@ from snapstream.config.kv import (
     HeadProfile,
     HeadSlots,
     KVBudget,
-    ReselectionConfig,
     Selector,
     as_heads,
     make_selector,
@@ -206,25 +205,10 @@ def setting(
     return field(default=default, metadata=words)
 
 
-def whole(text: str) -> int:
-    """A flag's text as a whole number."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{text!r} is not a whole number") from None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings that only the user decides."""
 
-    reselection: ReselectionConfig | None = setting(  # None: the prompt's selection stays, as in the paper
-        None,
-        "A full row re-selects what it keeps, every N tokens. Default: never.",
-        metavar="N",
-        flag="--reselect-every",
-        parse=lambda text: ReselectionConfig(every=whole(text)),
-    )
     dtype: DType = setting("float32", "Dtype of the computation and of rows.")  # and of staging
     kv_dtype: KVDType = setting("auto", kv_dtype_help())
     prefill_attention: PrefillAttentionName = setting(  # chosen, or refused, in kernels/backends
@@ -234,8 +218,6 @@ class Settings:
 
     def __post_init__(self) -> None:
         set_counts(self, max_waiting=0)
-        if self.reselection is not None:
-            as_kind("reselection", self.reselection, ReselectionConfig)
         check(
             isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
             f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
@@ -330,29 +312,8 @@ class EngineConfig(Settings):
         if self.weights is not None:
             as_kind("weights", self.weights, WeightFormats)
         self.check_budget(self.budget)
-        check(
-            self.reselection is None or self.selector.can_reselect,
-            f"reselection needs a selector that can re-select; {self.selector.name!r} cannot",
-        )
-        check(
-            self.reselection is None or self.budget.num_topk > 0,
-            "reselection needs a budget with selected slots (num_topk > 0); this one has none",
-        )
-        check(
-            self.reselection is None or self.kv_dtype == "auto",
-            f"reselection needs kv_dtype 'auto'; it is {self.kv_dtype!r}",
-        )
-        check(
-            self.reselection is None or self.num_speculative_tokens == 0,
-            f"num_speculative_tokens is {self.num_speculative_tokens}; with KV re-selection it must be 0",
-        )
         if self.heads is not None:
             as_kind("heads", self.heads, HeadSlots)
-            check(
-                self.reselection is None or self.parallel.size == 1,
-                "heads: KV re-selection with per-head budgets supports one device; tensor_parallel is "
-                f"{self.parallel.size}",
-            )
             check(self.heads.budget == self.budget, "heads: their slots are not of the rows' budget")
         check(
             self.pool_tokens > self.short_reserve,
@@ -372,8 +333,6 @@ class EngineConfig(Settings):
                 f"a budget of {budget.capacity} slots is smaller than sinks + observation_len "
                 f"({budget.num_sink} + {observation_len} = {least})",
             )
-        if self.reselection is not None:
-            self.reselection.check_budget(budget)
         check(
             budget.capacity <= self.budget.capacity,
             f"a budget of {budget.capacity} slots is larger than a row of this engine ({self.budget.capacity})",

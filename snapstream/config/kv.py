@@ -1,4 +1,4 @@
-"""Selectors, KV budgets, KV re-selection and per-head budgets. No torch.
+"""Selectors, KV budgets and per-head budgets. No torch.
 
 Budgets are counted in slots (tokens kept per row, layer and kv head), never in ratios, so that a row's cost can be read
 off its config; ``kv/layout.py`` turns them into slot arithmetic. With per-head budgets a profile says which share of
@@ -38,7 +38,6 @@ class Selector(ABC):
     """
 
     name: ClassVar[str]  # as in SELECTORS, on the command line and in requests
-    can_reselect: ClassVar[bool] = False  # whether a full row may re-select by ``scores`` and ``pool``
     observation_len: int = DEFAULT_OBSERVATION  # last prompt queries, which score the candidates
 
     def num_queries(self, prompt_len: int) -> int:
@@ -60,18 +59,6 @@ class Selector(ABC):
         after RoPE; ``candidates`` are the positions that compete; ``kernels`` are the functions of the device
         (``kernels/interface.py``). The host must not wait for the device.
         """
-
-    def scores(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Any) -> Tensor:
-        """Scores of the candidates among ``keys [G, N, E]``, summed over ``queries [w, H, E]``: ``[G, n]`` fp32, >= 0.
-
-        The queries are those of the last ``w`` keys, fewer or more than ``observation_len``. Needed where
-        ``can_reselect``: KV re-selection stores them from one re-selection to the next.
-        """
-        raise NotImplementedError(f"selector {self.name!r} has no scores; it cannot re-select")
-
-    def pool(self, scores: Tensor) -> Tensor:
-        """``scores [G, n]`` as the top-k ranks them: smoothed along the candidates, or unchanged."""
-        return scores
 
 
 SELECTORS: Registry[type[Selector]] = Registry(
@@ -171,37 +158,6 @@ class KVBudget:
         capacity, num_sink = as_count("budget", capacity, 1), as_count("num_sink", num_sink, 0)
         check(capacity > num_sink, f"a budget of {capacity} slots leaves no ring with {num_sink} sinks")
         return cls(num_sink=num_sink, num_topk=0, num_recent=capacity - num_sink)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReselectionConfig:
-    """Beyond the paper: the last decode queries re-select what a full row keeps (``exec/reselection.py``).
-
-    A re-selection frees ``every`` slots of the ring, so it comes at most once in as many tokens. A selected token keeps
-    its best score so far, times ``memory`` at every re-selection: with 0 only the last queries count.
-    """
-
-    every: int = 32  # tokens between two re-selections of a row; less than the ring
-    num_queries: int = 32  # the last decode queries, whose scores select; at most the ring
-    memory: float = 0.98  # decay of a score per re-selection, 0 to 1
-
-    def __post_init__(self) -> None:
-        set_counts(self, every=1, num_queries=1)
-        object.__setattr__(self, "memory", as_number("memory", self.memory, 0.0, 1.0))
-
-    def check_budget(self, budget: KVBudget) -> None:
-        """ValueError for a ring that a re-selection would empty, or that is shorter than ``num_queries``.
-
-        A smaller row without top-k slots is never re-selected.
-        """
-        if not budget.num_topk:
-            return
-        least = max(self.every + 1, self.num_queries)
-        check(
-            budget.num_recent >= least,
-            f"a ring of {budget.num_recent} slots is too small for KV re-selection with every={self.every} and "
-            f"num_queries={self.num_queries}; it must have at least {least}",
-        )
 
 
 FORMAT = 1

@@ -3,10 +3,10 @@
     sender    HEADER  LAYER 0  LAYER 1 ... LAYER L-1  HIDDEN_STATE  REPORT      HEARTBEAT anywhere between two frames
     receiver                                              RECEIVED              or REFUSED with a reason, at any moment
 
-A LAYER frame holds one layer of the row, kv head after kv head: scales and attention scores if it has any, then keys
-and values of the slots up to ``min(N, C)``, with the head's own C where budgets are per head; of a recurrent layer its
-state after the prompt. HIDDEN_STATE is the prompt's last hidden state, from which the receiver samples the first
-tokens; REPORT says what compression did. Frames, codec and handshake are those of ``snapstream/wire.py``.
+A LAYER frame holds one layer of the row, kv head after kv head: scales if it has any, then keys and values of the slots
+up to ``min(N, C)``, with the head's own C where budgets are per head; of a recurrent layer its state after the prompt.
+HIDDEN_STATE is the prompt's last hidden state, from which the receiver samples the first tokens; REPORT says what
+compression did. Frames, codec and handshake are those of ``snapstream/wire.py``.
 
 Invariants: the receiver knows the size of every frame but the report before it comes, because the header must equal the
 one that it expects. An address that other machines reach is refused without TLS, on both sides; the secret comes from

@@ -300,15 +300,13 @@ class Engine:
         assert self._prefixes is not None
         config = self._config
         text = self._prefixes.next_unstored()
-        budget = None
-        if config.reselection is None:  # its row is not read: nothing needs to be selected
-            budget = KVBudget.streaming(config.budget.capacity, num_sink=0)
         request = Request(
             request_id=IDLE_ID,
             prompt_token_ids=text.token_ids,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
             namespace=text.namespace,
-            budget=budget,
+            # Its row is not read: nothing needs to be selected.
+            budget=KVBudget.streaming(config.budget.capacity, num_sink=0),
         )
         self._idle = live_request(request, config, None, self._random, self._clock())
         self._idle.is_idle = True

@@ -82,11 +82,6 @@ def _check_selector(selector: Selector, config: EngineConfig) -> None:
             f"{own.observation_len}; start the engine with this selector",
             "selector",
         )
-    if config.reselection is not None and not selector.can_reselect:
-        raise InvalidValue(
-            f"selector {name!r} cannot re-select, and this engine does; start the engine without KV re-selection",
-            "selector",
-        )
 
 
 def _check_ids(name: str, ids: Iterable[int], vocab_size: int, field: str) -> None:

@@ -149,7 +149,7 @@ class DraftModel:
         """Set the counters of rows to what is held: what was drafted behind it is taken back."""
         nums = [self._held[row].end - self._held[row].start for row in rows]
         budget = KVBudget.full(self._capacity)
-        table = upload([(row, *Rows.entry(num, num, budget)) for row, num in zip(rows, nums, strict=True)], torch.int64,
+        table = upload([(row, *Rows.entry(num, budget)) for row, num in zip(rows, nums, strict=True)], torch.int64,
                        self._device)  # fmt: skip
         self._rows.admit(table[:, 0], table[:, 1:])
 

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from snapstream.config import EngineConfig
 from snapstream.exec.executors import max_batch
-from snapstream.exec.reselection import RecentQueries
-from snapstream.exec.rows import Rows
+from snapstream.exec.rows import RecentQueries, Rows
 from snapstream.exec.sampling import Sampled, sample
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.kernels.interface import RowPlaces
 from snapstream.kernels.memory import upload
 from snapstream.kv.cache import KVCache
 from snapstream.models.decoder import Decoder
@@ -39,7 +37,7 @@ class StepParts:
     rows: Rows
     sampling: SamplingState
     config: EngineConfig
-    queries: RecentQueries | None = None  # of every row, for KV re-selection
+    queries: RecentQueries | None = None  # of every row, which a draft scores with
     is_greedy: bool = False  # no token is ever sampled another way
 
     @property
@@ -133,15 +131,17 @@ class RowsForward:
 
     def logits(self, rows: Tensor) -> Tensor:
         """Feed each of ``rows [B]`` int64 its last token; logits of the next ``[B, V]`` fp32."""
-        positions = self._rows.next_position[rows]  # [B]
+        cache, kernels = self._cache, self._decoder.kernels
+        positions = self._rows.num_tokens[rows]  # [B]
+        places = self._rows.places(rows, cache.spec, heads=cache.heads)
         view: KVView
-        if self._cache.partition is None:
-            view = self._view(rows, positions)
-        else:
-            shard = self._cache.partition.shard(RowPlaces(rows, self._rows.slots(rows), self._rows.lengths(rows)))
+        if cache.partition is None:
+            keep = None if self._queries is None else self._queries.of_step(rows, positions)
+            view = RowsView(cache, rows, places, kernels, keep)
+        else:  # rows of latents, alike in all layers
+            shard = cache.partition.shard(places[0])
             positions = positions[shard.entries]
-            queries = None if self._queries is None else self._queries.of_step(shard.places.rows, positions)
-            view = DataParallelRowsView(self._cache, shard, self._decoder.kernels, queries)
+            view = DataParallelRowsView(cache, shard, kernels)
         angles = self._decoder.rope(positions, positions + 1)
         return self._decoder.run(self._rows.last_token[rows], angles, view)
 
@@ -150,18 +150,12 @@ class RowsForward:
         last, the first rows of the turn before. Logits after each ``[N, V]`` fp32; rows are not advanced.
         """
         turns = [rows.clone() for rows in turns]  # aligned in memory, or Triton would compile more kernels
-        positions = torch.cat([self._rows.next_position[rows] + ahead for ahead, rows in enumerate(turns)])
+        positions = torch.cat([self._rows.num_tokens[rows] + ahead for ahead, rows in enumerate(turns)])
         kernels, places = self._decoder.kernels, self._rows.places
         view = DraftsView(self._cache, kernels, [
             (rows, places(rows, self._cache.spec, ahead, self._cache.heads)) for ahead, rows in enumerate(turns)
         ])  # fmt: skip
         return self._decoder.run(inputs, self._decoder.rope(positions, positions + 1), view), view
-
-    def _view(self, rows: Tensor, positions: Tensor) -> KVView:
-        kernels, state = self._decoder.kernels, self._rows
-        queries = None if self._queries is None else self._queries.of_step(rows, positions)
-        places = state.places(rows, self._cache.spec, heads=self._cache.heads)
-        return RowsView(self._cache, rows, places, kernels, queries)
 
 
 class DraftTurns(NamedTuple):

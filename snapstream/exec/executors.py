@@ -146,8 +146,6 @@ def why_not_speculative(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"several ranks (tensor_parallel {size}) verify drafts on a CPU only"
     if size > 1 and config.parallel.attention == "dp":
         return "attention is 'dp', and ranks verify drafts only of rows that they share ('tp')"
-    if config.reselection is not None:
-        return "KV re-selection keeps the queries of tokens that may be rejected"
     return None
 
 

@@ -274,7 +274,7 @@ class NativeDraw:
         self._pool, self._kept = pool, (state, rows)
         self._places = min(pool.num_threads, max_batch)
         self._workspace = torch.empty(self._places * pool.library.sampling_bytes(state.vocab_size), dtype=torch.uint8)
-        counters = {name: getattr(rows, name) for name in ("last_token", "num_tokens", "next_position")}
+        counters = {name: getattr(rows, name) for name in ("last_token", "num_tokens")}
         addresses = {name: address(tensor) for name, tensor in (state.tensors() | counters).items()}
         self._sampling = Sampling(
             vocab=state.vocab_size, num_stop_ids=state.stop_ids.shape[1], num_bias=state.bias_ids.shape[1], **addresses
@@ -491,18 +491,17 @@ def _rows(parts: StepParts) -> RowTable:
     scales = None if cache.k_scale is None else tables[6], None if cache.v_scale is None else tables[7]
     table = RowTable(
         last_token=address(state.last_token), num_tokens=address(state.num_tokens),
-        next_position=address(state.next_position), ring_start=address(state.ring_start),
-        capacity=address(state.capacity), num_sampled=address(parts.sampling.num_sampled),
+        ring_start=address(state.ring_start), capacity=address(state.capacity),
+        num_sampled=address(parts.sampling.num_sampled),
         keys=address(tables[4]), values=address(tables[5]), key_scales=address(scales[0]),
         value_scales=address(scales[1]),
         queries=address(queries), kept_queries=0 if queries is None else queries.shape[2],
         head_starts=address(None if heads is None else heads.starts),
         head_ends=address(None if heads is None else heads.ends),
         head_capacities=address(None if heads is None else heads.capacities),
-        head_behind=address(None if heads is None else heads.behind),
         row_slots=0 if slots is None else slots.row_slots,
         layer_slots=address(tables[0]), windows=address(tables[1]), conv_inputs=address(tables[2]),
-        memories=address(tables[3]), behind=address(state.behind), num_rows=cache.num_rows + 1,
+        memories=address(tables[3]), num_rows=cache.num_rows + 1,
         slots=max([*cache.layer_slots, 0 if slots is None else slots.longest]),
         key_format=FORMATS[cache.encodings[0].format.name], value_format=FORMATS[cache.encodings[1].format.name],
     )  # fmt: skip

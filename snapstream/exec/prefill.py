@@ -15,7 +15,6 @@ from torch import Tensor
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.exec.eager import DecodeStep, OwnSampler
 from snapstream.exec.prefix_store import PrefixMover
-from snapstream.exec.reselection import Reselector
 from snapstream.exec.results import Finished, RowGrammars, Stopwatch, SubmittedStep
 from snapstream.exec.rows import Counters, Rows
 from snapstream.exec.sampling import sample
@@ -36,12 +35,12 @@ from snapstream.types import SamplingParams
 class RowWriter:
     """Writes prompts to their rows, layer by layer, as they are prefilled.
 
-    Everything that depends on a request's budget, selector and re-selection is here: to write other rows from the same
-    prefill, replace the writer (``evals/shared.py``).
+    Everything that depends on a request's budget and selector is here: to write other rows from the same prefill,
+    replace the writer (``evals/shared.py``).
     """
 
-    def __init__(self, cache: KVCache, config: EngineConfig, reselector: Reselector | None = None) -> None:
-        self.cache, self.config, self.reselector = cache, config, reselector
+    def __init__(self, cache: KVCache, config: EngineConfig) -> None:
+        self.cache, self.config = cache, config
 
     def num_queries(self, entry: PrefillEntry) -> int:
         """How many of the last queries of a prompt ``write`` needs; 0 if nothing is selected."""
@@ -65,8 +64,6 @@ class RowWriter:
         asked = self._budget_of_other_ranks(layer, entry)
         if asked is not None:
             kept_positions(queries, keys, layer, asked, entry.selector, self.cache.score_kernels(layer))
-        if self.reselector is not None:
-            self.reselector.store_scores(layer, entry, queries, keys, kept)
         if not entry.sampling.return_kept:
             return None
         if not any(layout.is_compressed(budget, prompt_len) for budget in self._budgets(entry)):
@@ -77,14 +74,11 @@ class RowWriter:
         """Counters of each of the entry's rows, which hold the whole prompt now."""
         heads, prompt_len = self.config.heads, len(entry.token_ids)
         widest = entry.budget if heads is None else heads.of(entry.budget, prompt_len).widest
-        own = Rows.entry(prompt_len, prompt_len, widest)
-        return [own] * len(entry.rows)
+        return [Rows.entry(prompt_len, widest)] * len(entry.rows)
 
     def admit(self, entry: PrefillEntry) -> None:
         if self.cache.heads is not None:
             self.cache.heads.admit(entry.rows, entry.budget, len(entry.token_ids))
-        if self.reselector is not None:
-            self.reselector.admit(entry, self.config.reselection)
 
     def _budgets(self, entry: PrefillEntry) -> Collection[KVBudget]:
         """The distinct budgets of kv heads, on all ranks."""
@@ -139,7 +133,7 @@ class FirstTokens:
                 self.params[row] = entry.sampling
                 table.append((row, index, *counters))
                 new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
-        uploaded = upload(table, torch.int64, self._decoder.device)  # [rows, 6]
+        uploaded = upload(table, torch.int64, self._decoder.device)  # [rows, 5]
         rows, source = uploaded[:, 0], uploaded[:, 1]
         self._rows.admit(rows, uploaded[:, 2:])
         self._sampling.set_rows(new)

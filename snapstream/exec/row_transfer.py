@@ -1,15 +1,14 @@
 """KV transfer: one layer of a row as bytes for the decode engine, and back into rows there.
 
-    of each kv head:  K scale | V scale | scores [K] | keys [n, E] | values [n, E']           n = min(N, C) slots
+    of each kv head:  K scale | V scale | keys [n, E] | values [n, E']           n = min(N, C) slots
 
-Scales only in formats that have them, ``[n]`` if per slot; scores if rows are re-selected; values unless they are part
-of the keys. A recurrent layer is sent as its state, tensor after tensor, on a single device; a layer that shares the
-slots of another as nothing. Invariant: ``place`` after
-``take`` copies the first row bit for bit, whatever the number of ranks of either engine: whole rows are sent. With
-tensor parallelism the ranks gather and scatter kv heads, with data-parallel attention the owner of a row broadcasts it;
-all ranks must make the same calls in the same order.
-``plan/memory.py`` has the sizes (``row_sizes``). With per-head budgets n and K differ between heads, and a
-layer is one run of bytes; this needs a single device.
+Scales only in formats that have them, ``[n]`` if per slot; values unless they are part of the keys. A recurrent layer
+is sent as its state, tensor after tensor, on a single device; a layer that shares the slots of another as nothing.
+Invariant: ``place`` after ``take`` copies the first row bit for bit, whatever the number of ranks of either engine:
+whole rows are sent. With tensor parallelism the ranks gather and scatter kv heads, with data-parallel attention the
+owner of a row broadcasts it; all ranks must make the same calls in the same order. ``plan/memory.py`` has the sizes
+(``row_sizes``). With per-head budgets n differs between heads, and a layer is one run of bytes; this needs a single
+device.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from snapstream.exec.reselection import Reselector
 from snapstream.exec.results import Arriving
 from snapstream.kv import layout
 from snapstream.kv.cache import KVCache
@@ -31,9 +29,8 @@ from snapstream.step import KVReceived, PrefillEntry
 class RowParts:
     """Reads and writes layers of the rows of one cache as bytes."""
 
-    def __init__(self, cache: KVCache, reselector: Reselector | None, decoder: Decoder) -> None:
-        self._cache, self._scores = cache, None if reselector is None else reselector.scores
-        self._decoder, self._group = decoder, decoder.group
+    def __init__(self, cache: KVCache, decoder: Decoder) -> None:
+        self._cache, self._decoder, self._group = cache, decoder, decoder.group
         self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
         first = self._group.rank * self._num_heads // self._group.size
         self._local_heads = slice(first, first + cache.spec.num_kv_heads)
@@ -72,9 +69,6 @@ class RowParts:
         data = self._group.broadcast(data, 0)[local_heads]
         for row in self._cache.local_rows(entry.rows):
             start = 0
-            if self._scores is not None:
-                for span in self._cache.spans(layer, entry.budget, len(entry.token_ids)):
-                    self._cache.slots(self._scores, layer, row, span).zero_()
             for piece in self._pieces(layer, row, entry):
                 stop = start + piece[0].numel() * piece.element_size()
                 piece.copy_(data[:, start:stop].contiguous().view(piece.dtype).view(piece.shape))
@@ -105,8 +99,6 @@ class RowParts:
             for _, scale in parts:
                 if scale is not None:
                     yield scale if scale.dim() == 1 else scale[:, :num_slots]
-            if self._scores is not None:
-                yield self._cache.slots(self._scores, layer, row, span)[:, : span.budget.num_topk]
             for tokens, _ in parts:
                 yield tokens[:, :num_slots]
 

@@ -1,10 +1,11 @@
 """Counters of every row, in tensors whose addresses never change.
 
-``num_tokens`` drives slots and lengths, ``next_position`` drives RoPE; they differ once KV re-selection
-has set a row back. The last entry of every tensor is the padding row. Sampling state: ``sampling_state.py``.
+The last entry of every tensor is the padding row. Sampling state: ``sampling_state.py``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from snapstream.kv import layout
 from snapstream.kv.cache import HeadTable, slots_of
 from snapstream.kv.spec import KVSpec, Window
 
-Counters = tuple[int, int, int, int]  # of a row: num_tokens, next_position, ring_start, capacity
+Counters = tuple[int, int, int]  # of a row: num_tokens, ring_start, capacity
 
 
 class Rows:
@@ -26,42 +27,23 @@ class Rows:
             return torch.full((num_rows + 1,), value, dtype=torch.int64, device=device)
 
         self.last_token = counters(0)  # token to embed next
-        self.num_tokens = counters(0)  # tokens fed so far; set back when a row is re-selected
-        self.next_position = counters(0)  # position of last_token in the text
-        self.behind = counters(0)  # tokens by which KV re-selections have set num_tokens back; windows go on
+        self.num_tokens = counters(0)  # tokens fed so far: the position of last_token
         self.ring_start = counters(0)
         self.capacity = counters(1)
 
     @staticmethod
-    def entry(prompt_len: int, next_position: int, budget: KVBudget) -> Counters:
+    def entry(prompt_len: int, budget: KVBudget) -> Counters:
         """Counters of a row after a prompt of ``prompt_len`` tokens was written to it, for ``admit``."""
-        return prompt_len, next_position, layout.ring_start(budget, prompt_len), budget.capacity
+        return prompt_len, layout.ring_start(budget, prompt_len), budget.capacity
 
     def admit(self, rows: Tensor, entries: Tensor) -> None:
-        """Set the counters of ``rows [B]`` to ``entries [B, 4]``, both int64 on the device."""
-        for counter, values in zip(
-            (self.num_tokens, self.next_position, self.ring_start, self.capacity), entries.unbind(1), strict=True
-        ):
+        """Set the counters of ``rows [B]`` to ``entries [B, 3]``, both int64 on the device."""
+        for counter, values in zip((self.num_tokens, self.ring_start, self.capacity), entries.unbind(1), strict=True):
             counter[rows] = values
-        self.behind.index_fill_(0, rows, 0)  # `tensor[rows] = number` would wait for a GPU
 
     def feed(self, rows: Tensor, tokens: Tensor) -> None:
         """``tokens [B]`` are the next to embed; a row without one (``sampling.NO_TOKEN``) is fed token 0."""
         self.last_token[rows] = tokens.clamp(min=0)
-
-    def reselect(self, row: int, num_tokens: int, ring_start: int) -> None:
-        """Set back the counters of a re-selected row."""
-        self.behind[row].add_(self.num_tokens[row]).sub_(num_tokens)
-        self.num_tokens[row].fill_(num_tokens)  # `tensor[row] = number` would wait for a GPU
-        self.ring_start[row].fill_(ring_start)
-
-    def slots(self, rows: Tensor) -> Tensor:
-        """Slot that the next token of each of ``rows [B]`` is written to: ``layout.slot_of`` on the device."""
-        return slots_of(self.num_tokens[rows], self.ring_start[rows], self.capacity[rows])
-
-    def lengths(self, rows: Tensor) -> Tensor:
-        """Visible slots of each of ``rows [B]`` once the next token has been written."""
-        return torch.minimum(self.num_tokens[rows] + 1, self.capacity[rows])
 
     def places(
         self, rows: Tensor, spec: KVSpec, ahead: Tensor | int = 0, heads: HeadTable | None = None
@@ -79,7 +61,6 @@ class Rows:
         windows = {layer.num_tokens for layer in layers if isinstance(layer, Window)}
         if not windows:
             return places
-        fed = fed + self.behind[rows]
         rings = {size: RowPlaces(rows, fed.remainder(size), (fed + 1).clamp(max=size)) for size in windows}
         own = zip(layers, places, strict=True)
         return [rings[layer.num_tokens] if isinstance(layer, Window) else place for layer, place in own]
@@ -88,4 +69,31 @@ class Rows:
         """A decode step has sampled ``tokens [B]`` for ``rows [B]``."""
         self.feed(rows, tokens)
         self.num_tokens[rows] += 1
-        self.next_position[rows] += 1
+
+
+class RecentQueries:
+    """The last w = ``num_queries`` decode queries of every row of a draft, rotated; position p is at p mod w."""
+
+    def __init__(
+        self, spec: KVSpec, num_rows: int, num_queries: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        shape = (spec.num_layers, num_rows + 1, num_queries, spec.num_heads, spec.key_dim)
+        self.buffer = torch.zeros(shape, dtype=dtype, device=device)  # [L, rows+1, w, H, E]
+
+    def of_step(self, rows: Tensor, positions: Tensor) -> Callable[[int, Tensor], None]:
+        """Stores queries ``[B, H, E]`` of a layer, of ``rows [B]`` at ``positions [B]``."""
+        places = positions % self.buffer.shape[2]
+
+        def put(layer: int, q: Tensor) -> None:
+            self.buffer[layer, rows, places] = q
+
+        return put
+
+    def put(self, layer: int, row: int, position: int, q: Tensor) -> None:
+        """Store a query ``[H, E]`` outside of a decode step."""
+        self.buffer[layer, row, position % self.buffer.shape[2]] = q
+
+    def last(self, row: int, position: int, count: int) -> Tensor:
+        """Queries ``[L, count, H, E]`` of the ``count`` positions before ``position``, oldest first."""
+        places = torch.arange(position - count, position, device=self.buffer.device) % self.buffer.shape[2]
+        return self.buffer[:, row].index_select(1, places)

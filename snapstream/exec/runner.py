@@ -23,7 +23,6 @@ from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts, Verifier
 from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
 from snapstream.exec.prefix_store import PrefixMover, make_mover, save_row
-from snapstream.exec.reselection import RecentQueries, Reselector
 from snapstream.exec.results import (
     Arriving,
     Finished,
@@ -129,7 +128,7 @@ _LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
 
 
 MakeTier = Callable[[PrefixBlocks], PrefixFiles]
-MakeWriter = Callable[[KVCache, EngineConfig, Reselector | None], RowWriter]
+MakeWriter = Callable[[KVCache, EngineConfig], RowWriter]
 
 
 class ModelRunner:
@@ -169,12 +168,6 @@ class ModelRunner:
         case = Case.of_model(device, dtype, decoder.shard)
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
-        queries = None
-        self.reselector: Reselector | None = None
-        if config.reselection is not None:
-            asking = replace(spec, num_heads=decoder.decode_heads)
-            queries = RecentQueries(asking, self.cache.num_rows, config.reselection.num_queries, dtype, device)
-            self.reselector = Reselector(self.cache, self.rows, queries, config.reselection, decoder.decode_kernels)
         self.prefix_blocks: PrefixBlocks | None = None
         self.prefix_tier: PrefixFiles | None = None
         self.mover: PrefixMover | None = None
@@ -184,14 +177,14 @@ class ModelRunner:
             self.prefix_tier = None if make_tier is None else make_tier(self.prefix_blocks)
             self.mover = make_mover(self.prefix_blocks, config.pool_tokens, device)
         self._on_unit = on_unit
-        self._writer = make_writer(self.cache, config, self.reselector)
+        self._writer = make_writer(self.cache, config)
         self.step_parts = StepParts(
-            decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config, queries=queries
+            decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config
         )
         self._grammars = RowGrammars(grammars, self.sampling)
         self.first = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
         self._batches = DecodeBatches(device)
-        self._parts = RowParts(self.cache, self.reselector, decoder)
+        self._parts = RowParts(self.cache, decoder)
         self._connector: KVConnector | None = None
         self._jobs: dict[int, PrefillJob] = {}
         self.speculation: Speculation | None = None
@@ -269,8 +262,6 @@ class ModelRunner:
                 del self._jobs[units.job_id]
         if plan.decode_rows:
             batch = self._batches.of(plan.decode_rows, self.first.params)
-            if self.reselector is not None:
-                self.reselector.before_step(plan.decode_rows)
             self._decode(plan, batch, step)
         return step
 

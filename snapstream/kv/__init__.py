@@ -1,1 +1,1 @@
-"""The fixed-budget KV cache: sizes, slot arithmetic, storage, selectors, compression, re-selection, prefix store."""
+"""The fixed-budget KV cache: sizes, slot arithmetic, storage, selectors, compression, prefix store."""

@@ -117,8 +117,6 @@ class HeadTable:
         # Of a head: its first slot in the row, the end of its top-k region, and that of its ring in slots of the head.
         self.starts, self.ends, self.capacities = own[:, :, None].repeat(1, 1, num_rows + 1, 1).unbind(0)
         self.starts[:, num_rows] = 0  # the last row: kernels may look at ``slots.longest`` slots from any head on
-        # [L, rows+1, G]: how many tokens fewer a head counts than its row, after re-selections; None without
-        self.behind: Tensor | None = None
 
     def admit(self, rows: Sequence[int], budget: KVBudget, prompt_len: int) -> None:
         """``rows`` hold a prompt of a request with that budget."""
@@ -143,21 +141,12 @@ class HeadTable:
             for head, (own, start) in enumerate(zip(slots.budgets[layer], slots.starts[layer], strict=True))
         ]
 
-    def count_reselections(self) -> Tensor:
-        """Allocate and return ``behind``."""
-        self.behind = torch.zeros_like(self.ends)
-        return self.behind
-
     def places(self, rows: Tensor, num_tokens: Tensor, ring_start: Tensor) -> list[RowPlaces]:
         """Where the next token of ``rows [B]`` goes, per layer, head by head: ``[B * G]``, anywhere in layers without
         heads of their own. Counters are ``[B]``.
         """
-        ordinal, ends, capacities = num_tokens[:, None], self.ends[:, rows], self.capacities[:, rows]  # [L, B, G]
-        start = torch.minimum(ring_start[:, None], ends)
-        if self.behind is not None:
-            behind = self.behind[:, rows]
-            ordinal = ordinal - behind
-            start = torch.where(behind > 0, ends, start)  # a re-selected head has filled its top-k
+        ordinal, capacities = num_tokens[:, None], self.capacities[:, rows]  # [L, B, G]
+        start = torch.minimum(ring_start[:, None], self.ends[:, rows])
         slots = slots_of(ordinal, start, capacities).flatten(1)  # [L, B * G]
         lengths = torch.minimum(ordinal + 1, capacities).flatten(1)
         heads = (rows[:, None] * self.slots.row_slots + self.starts[:, rows]).flatten(1)
@@ -312,13 +301,12 @@ class KVCache:
         cache = self.spec.layers[layer]
         return (HeadSpan(slice(0, cache.num_kv_heads), cache.budget(budget)),) if isinstance(cache, Full) else ()
 
-    def score_kernels(self, layer: int, span: HeadSpan | None = None, kernels: Kernels | None = None) -> Kernels:
-        """``kernels``, by default the cache's, that score with a layer's sinks, if any, of a span's query heads."""
-        kernels = kernels or self.kernels
+    def score_kernels(self, layer: int, span: HeadSpan | None = None) -> Kernels:
+        """The cache's kernels, which score with a layer's sinks, if any, of a span's query heads."""
         if self.sinks is None:
-            return kernels
+            return self.kernels
         own = self.sinks[layer]
-        return kernels.with_sinks(own if span is None else span.queries(own[None], self.spec.num_kv_heads)[0])
+        return self.kernels.with_sinks(own if span is None else span.queries(own[None], self.spec.num_kv_heads)[0])
 
     def slots(self, stored: Tensor, layer: int, row: int, span: HeadSpan | None = None) -> Tensor:
         """View ``[g, C, ...]`` of a span in a row; all heads without ``span``, which per-head budgets require.
@@ -383,11 +371,6 @@ class KVCache:
             firsts = places[blocks[0]].rows[:, None] * heads + torch.arange(heads, device=slots.device)  # [B, G]
             found.append(starts + firsts * sizes + slots[..., None])
         return torch.cat(found)
-
-    def tokens(self, layer: int, row: int, slots: Tensor, span: HeadSpan | None = None) -> tuple[Tensor, Tensor]:
-        """Copies of the keys ``[g, n, E]`` and values ``[g, n, E']`` in ``slots [n]`` of a span."""
-        keys, values = (self.slots(stored, layer, row, span).index_select(1, slots) for stored in (self.k, self.v))
-        return keys, values
 
     def local_rows(self, rows: Sequence[int]) -> tuple[int, ...]:
         """Local indices of those of the engine's ``rows`` that are stored here."""

@@ -20,7 +20,6 @@ from snapstream.config import (
     KVBudget,
     KVDType,
     ModelConfig,
-    ReselectionConfig,
     RowFormat,
     row_formats,
 )
@@ -206,11 +205,6 @@ class KVSpec:
         return tuple(index for index in with_slots if not isinstance(self.layers[index], Window))
 
     @property
-    def num_slot_layers(self) -> int:
-        """Layers that have slots: all but those with states, and those that share others' slots."""
-        return len(self._slot_layers)
-
-    @property
     def has_states(self) -> bool:
         """Whether any layer has a recurrent state."""
         return any(map(self.state_shapes, range(self.num_layers)))
@@ -353,19 +347,8 @@ class KVSpec:
         return self.prefix_token_bytes - (-2 * self.state_bytes // snapshot_len)
 
     def query_bytes(self, num_tokens: int) -> int:
-        """Bytes of the queries of ``num_tokens`` tokens of one layer, kept for selection or KV re-selection."""
+        """Bytes of the queries of ``num_tokens`` tokens of one layer, kept for selection."""
         return num_tokens * self.num_heads * self.key_dim * self.number_bytes
-
-    def reselection_bytes(self, reselection: ReselectionConfig | None, capacity: int) -> int:
-        """Bytes that KV re-selection adds to a row: the last queries, and an fp32 score per slot."""
-        if reselection is None:
-            return 0
-        slots = sum(layer.num_slots(capacity) for layer in self.layers)
-        return self.num_slot_layers * self.query_bytes(reselection.num_queries) + 4 * self.num_kv_heads * slots
-
-    def reselection_work_bytes(self, reselection: ReselectionConfig | None, capacity: int) -> int:
-        """Temporary bytes of a re-selection: one layer of a row ordered by age, and the kept tokens."""
-        return 0 if reselection is None else 2 * self.layer_bytes(capacity)
 
 
 def _visible(layer: Full, row_slots: int, num_tokens: int) -> int:

@@ -131,11 +131,8 @@ class Decoder:
             )
         model_spec, shard_spec = (kv_spec_of(model, "float32") for model in (config, self.shard))
         self._kv_heads = slice(None, None, self.group.size * shard_spec.num_kv_heads // model_spec.num_kv_heads)
-        local_kernels = (bind(self.device) if kernels is None else kernels).with_cap(config.score_cap)
-        self.kernels = with_reduced_scores(local_kernels, model_spec, shard_spec, self.group)
-        # With data-parallel attention a rank decodes its rows with all heads, so no scores are reduced.
-        self.decode_heads = weights.config.num_heads
-        self.decode_kernels = local_kernels if self.is_data_parallel else self.kernels
+        kernels = (bind(self.device) if kernels is None else kernels).with_cap(config.score_cap)
+        self.kernels = with_reduced_scores(kernels, model_spec, shard_spec, self.group)
         if self.is_data_parallel:
             self.layers: list[Layer] = [
                 DataParallelLatentLayer(index, weights.config, weights.layer(index), self.kernels, self.group)

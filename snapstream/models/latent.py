@@ -30,7 +30,7 @@ from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, SumNorm
 from snapstream.kv.cache import BatchShard, KVCache
 from snapstream.models.layers import ExpandingView, KVView, mlp_of
-from snapstream.models.views import QuerySink, RowsView
+from snapstream.models.views import RowsView
 from snapstream.models.weights import LayerWeights
 
 LATENT_EPS = 1e-6  # of both norms inside the attention, independent of rms_norm_eps
@@ -142,9 +142,8 @@ class LatentLayer:
 class DataParallelRowsView(RowsView):
     """Attention of a rank's own entries of a batch against its own rows."""
 
-    def __init__(self, cache: KVCache, shard: BatchShard, kernels: Kernels, queries: QuerySink | None = None) -> None:
-        """``queries`` stores rotated queries of the rank's entries, all heads, for KV re-selection; None without."""
-        super().__init__(cache, shard.places.rows, [shard.places] * cache.spec.num_layers, kernels, queries)
+    def __init__(self, cache: KVCache, shard: BatchShard, kernels: Kernels) -> None:
+        super().__init__(cache, shard.places.rows, [shard.places] * cache.spec.num_layers, kernels)
         self.shard = shard
 
 

@@ -1,9 +1,8 @@
 """Layer-wise prefill: packed prompts pass the model layer by layer, each layer in chunks of tokens.
 
 After the last chunk of a layer ``layer_done`` is called for every prompt with the exact keys and values of that layer
-and the queries it asked for. Rows are written, re-selection scores taken and a draft's importance summed there. Then
-the next layer overwrites the buffers. Invariant: chunk length, packing and interleaving with other work never change
-what ``layer_done`` gets.
+and the queries it asked for. Rows are written and a draft's importance summed there. Then the next layer overwrites the
+buffers. Invariant: chunk length, packing and interleaving with other work never change what ``layer_done`` gets.
 """
 
 from __future__ import annotations

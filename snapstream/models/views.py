@@ -271,12 +271,6 @@ class StagingView:
                 values.copy_(v[segment.chunk_slice].transpose(0, 1))
 
 
-class QuerySink(Protocol):
-    """Takes the rotated queries ``[B, H, E]`` of a decode step, layer by layer."""
-
-    def put(self, layer: int, q: Tensor) -> None: ...
-
-
 class RowsView:
     """Attention of one new token per row against the row's visible slots.
 
@@ -292,13 +286,13 @@ class RowsView:
         rows: Tensor,
         places: Sequence[RowPlaces],
         kernels: Kernels,
-        queries: QuerySink | None = None,
+        keep: Callable[[int, Tensor], None] | None = None,
     ) -> None:
-        """``rows [B]``; ``places`` by layer, ``[B]`` or with per-head budgets ``[B * G]``; ``queries`` stores rotated
-        queries for KV re-selection, None without.
+        """``rows [B]``; ``places`` by layer, ``[B]`` or with per-head budgets ``[B * G]``. ``keep`` takes the rotated
+        queries ``[B, H, E]`` of each layer of a draft, which has no such budgets.
         """
         self._cache, self._rows, self._places, self._kernels = cache, rows, places, kernels
-        self._queries = queries
+        self._keep = keep
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         """Write one slot per row and kv head, then attend: ``heads [B, H+2G, E]`` -> ``[B, H, E]``."""
@@ -309,8 +303,7 @@ class RowsView:
             q, places = self._kernels.norm_rope(heads, norm, rope, 0), self._places[layer]
             rows = self._cache.layer(layer)
             return self._kernels.decode_attention(q, rows, places.rows, places.lengths, norm.sinks, norm.cap)
-        sink = self._queries
-        keep = None if sink is None else lambda q: sink.put(layer, q)
+        keep = None if self._keep is None else partial(self._keep, layer)
         return self._kernels.attend_rows(heads, norm, rope, self._cache.layer(layer), self._places[layer], keep)
 
     def recur(
@@ -335,8 +328,6 @@ class RowsView:
         batch, _, size = heads.shape
         groups = self._cache.spec.num_kv_heads
         qk = self._kernels.norm_rope(heads, norm, rope, groups)  # [B, H+G, E]
-        if self._queries is not None:
-            self._queries.put(layer, qk[:, :-groups])
         q = qk[:, :-groups].reshape(batch, groups, -1, size)
         k, v = qk[:, -groups:, None], heads[:, -groups:, None]  # [B, G, 1, E]
         scales = self._head_scales(layer)

@@ -236,10 +236,6 @@ def engine_config(
         prefix_row_len=0 if store is None else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
-    if model.has_uneven_layers and config.reselection is not None:
-        raise ValueError(
-            f"KV re-selection is not supported for {model.architecture}, whose layers differ in their heads"
-        )
     no_store = "recurrent layers" if model.recurrent_layers else "layers that differ in their heads"
     if (model.recurrent_layers or model.has_uneven_layers) and store is not None and device.startswith("cuda"):
         raise ValueError(
@@ -350,7 +346,7 @@ def resolve_formats(model: ModelConfig, options: EngineOptions, *, device: str) 
         return formats, "auto" if options.kv_dtype == options.dtype else options.kv_dtype
     follows = device == "cpu" and options.dtype == "float32" and formats.layers.dtype == "bfloat16"
     executor = executor_of(options.executor or preferred_executor(device))
-    reads = executor.reads_row_formats and model.latent is None and options.reselection is None
+    reads = executor.reads_row_formats and model.latent is None
     return formats, "bfloat16" if follows and reads else "auto"
 
 

@@ -38,7 +38,6 @@ from snapstream.spec_prefill.settings import (
 def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     """Bytes of the frames of a KV transfer (``exec/row_transfer.py``); ranks send and receive whole rows."""
     spec = kv_spec_of(model, config.dtype, config.kv_dtype).limited(config.max_model_len)
-    score_bytes = 0 if config.reselection is None else 4 * spec.num_kv_heads  # of a selected slot of all heads
 
     def one_layer(index: int, prompt_len: int, budget: KVBudget) -> int:
         layer = spec.layers[index]
@@ -50,9 +49,8 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
         num_parts = 1
         if config.heads is not None:
             budgets, num_parts = config.heads.of(budget, prompt_len).budgets[index], spec.num_kv_heads
-        slot_bytes = spec.slot_bytes(layer)
-        slots = (score_bytes * own.num_topk + slot_bytes * min(prompt_len, own.capacity) for own in budgets)
-        return spec.head_scale_bytes(layer.num_kv_heads) + sum(size // num_parts for size in slots)
+        num_slots = sum(min(prompt_len, own.capacity) for own in budgets)
+        return spec.head_scale_bytes(layer.num_kv_heads) + num_slots * spec.slot_bytes(layer) // num_parts
 
     return RowSizes(
         num_layers=spec.num_layers,
@@ -65,7 +63,6 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
 
 
 SCORING_KEYS = 4096  # keys that are scored at a time
-_COUNTER_BYTES = 8  # int64
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: cuBLAS workspaces, kernels, fragmentation
 
 
@@ -112,7 +109,7 @@ class EngineMemory:
     staging_bytes: int  # the pool: hidden states and one layer's keys and values
     transient_bytes: int  # of one prefill chunk or scoring block, or of a block of weights while it is dequantized
     framework_bytes: int
-    row_bytes: int  # keys, values, scales and re-selection state of a row; on a rank that has it
+    row_bytes: int  # keys, values, scales and states of a row; on a rank that has it
     state_bytes: int  # the sampler's, of a row
     batch_bytes: int  # of one entry of a decode batch
     max_rows: int
@@ -194,13 +191,9 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
     )
     is_dp = config.parallel.attention == "dp"
     spec = kv_spec_of(stored if is_dp else model, config.dtype, config.kv_dtype).limited(config.max_model_len)
-    capacity = slots = config.budget.capacity
+    slots = config.budget.capacity
     if config.heads is not None:  # of the rank with the most slots
         slots = config.heads.mean_capacity(config.parallel.size)
-    reselected, counted = spec.reselection_work_bytes(config.reselection, capacity), 0
-    if config.heads is not None and config.reselection is not None:  # heads are re-selected and counted one by one
-        reselected = spec.reselection_work_bytes(config.reselection, config.heads.widest.capacity) // spec.num_kv_heads
-        counted = _COUNTER_BYTES * spec.num_layers * spec.num_kv_heads
     prefill = prefill_memory(
         model, config.pool_tokens, chunk_len=config.chunking.chunk_len, dtype=config.dtype, selector=config.selector
     )
@@ -213,14 +206,10 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         staging_bytes=prefill.hidden_bytes + prefill.staging_bytes,
         transient_bytes=max(
             prefill.transient_bytes,
-            reselected,
             dequantizing_bytes(stored, config.dtype, config.weights, kind) if executor.dequantizes else 0,
         ),
         framework_bytes=executor.scratch_bytes(model, config) + (FRAMEWORK_BYTES if kind == "cuda" else 0),
-        row_bytes=spec.row_bytes(slots)
-        + spec.reselection_bytes(config.reselection, capacity)
-        + counted
-        + (draft.row_bytes if draft else 0),
+        row_bytes=spec.row_bytes(slots) + (draft.row_bytes if draft else 0),
         state_bytes=row_state_bytes(model.vocab_size) + (draft.state_bytes if draft else 0),
         batch_bytes=executor.batch_bytes(model, config) + (draft.batch_bytes if draft else 0),
         max_rows=config.max_rows,

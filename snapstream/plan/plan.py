@@ -2,8 +2,7 @@
 
 Everything follows from the config's integers, so the figures are bounds, not measurements. No torch.
 
-* a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales; with
-  KV re-selection also ``L w H E`` numbers (its last queries) and ``L G C`` fp32 scores;
+* a row: ``2 L G C E`` numbers (keys and values), however long the prompt was; in FP8 also ``2 L G`` fp32 scales;
 * weights, a prefill of N tokens, rows that fit: as ``memory.py`` counts them, for the engine too. For rows that fit,
   prefill is the pool that the engine allocates once, for ``max_model_len`` and a reserve for short prompts;
 * tokens per second at most: ``B bandwidth / (weights read + B visible row bytes)``. A step reads every weight
@@ -114,7 +113,7 @@ class RowPlan:
     name: str  # "full", or the number of slots
     capacity: int
     visible_slots: int  # slots that a decode step reads right after the prompt
-    row_bytes: int  # with what KV re-selection keeps of it
+    row_bytes: int
     full_fraction: float  # of the full row's bytes
     max_rows: int  # rows that fit the memory, the padding row already taken off
     tokens_per_s_one: float  # byte bound, one row decoding
@@ -195,11 +194,7 @@ class _Planner:
         if not self.model.full_layers:
             return []  # sliding windows alone: no budget changes a row
         queries = make_selector(self.options.selector).observation_len
-        budgets = [KVBudget.of(slots, observation_len=queries) for slots in given or default_budgets(self.prompt_len)]
-        if self.options.reselection is not None:
-            for budget in budgets:
-                self.options.reselection.check_budget(budget)
-        return budgets
+        return [KVBudget.of(slots, observation_len=queries) for slots in given or default_budgets(self.prompt_len)]
 
     def config(self, budget: KVBudget) -> EngineConfig:
         """Config of an engine with such rows."""
@@ -210,9 +205,7 @@ class _Planner:
         )  # fmt: skip
         if budget.num_topk:
             return config(options, budget)
-        # Full rows have nothing to re-select or to divide among heads, and have the same dtype as the others.
-        full = config(replace(options, reselection=None, heads=None), budget)
-        return replace(full, kv_dtype=resolve_formats(self.model, options, device=device)[1])
+        return config(replace(options, heads=None), budget)  # full rows have nothing to divide among heads
 
     def memory(self, budget: KVBudget) -> EngineMemory:
         """Memory of that engine."""
@@ -280,8 +273,7 @@ def make_plan(
     """Cost of full rows and of each of ``budgets`` (slots); without budgets, of the default table.
 
     ``prompt_len`` defaults to the model's context, at most 131,072; ``options.max_model_len``, the capacity of a full
-    row, to ``prompt_len``. The options' own budget, rows and device are ignored: the lines are for ``gpu``. KV
-    re-selection applies to rows with budgets only.
+    row, to ``prompt_len``. The options' own budget, rows and device are ignored: the lines are for ``gpu``.
     """
     options, gpu = options or EngineOptions(dtype="bfloat16"), gpu or Device()
     prompt_len, max_model_len = _lengths(model, options, prompt_len)

@@ -30,8 +30,7 @@ from torch import Tensor
 from snapstream.config import DTYPE_BYTES, DType, KVBudget, as_path
 from snapstream.exec.eager import RowsForward, StepParts
 from snapstream.exec.looped_cpu import LoopedDecode, panels_for
-from snapstream.exec.reselection import RecentQueries
-from snapstream.exec.rows import Rows
+from snapstream.exec.rows import RecentQueries, Rows
 from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.backends.autotune import automatic
 from snapstream.kernels.backends.prefill import Case
@@ -242,7 +241,7 @@ class _LookAhead:
         """
         device, ends = self._decoder.device, () if settings.ignore_eos else self._decoder.config.eos_token_ids
         rows = torch.arange(len(self._hidden), dtype=torch.int64, device=device)
-        counters = self._rows.entry(self._prompt_len, self._prompt_len, self._budget)
+        counters = self._rows.entry(self._prompt_len, self._budget)
         self._rows.admit(rows, torch.tensor([counters] * len(rows), dtype=torch.int64, device=device))
         tokens = _best(self._decoder.logits(torch.cat(self._hidden)))  # [B]
         self._rows.last_token[rows] = tokens

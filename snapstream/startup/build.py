@@ -330,7 +330,6 @@ def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
         "weights": "dtype" if config.weights is None else config.weights.describe(),
-        "reselection": "none" if config.reselection is None else repr(config.reselection),
         "heads": "none" if config.heads is None else _digest(config.heads),
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from snapstream.config import ROW_FORMATS, KVBudget, PrefixStoreConfig, ReselectionConfig
+from snapstream.config import ROW_FORMATS, KVBudget, PrefixStoreConfig
 from snapstream.config.kv import HeadProfile
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.config_json import fingerprint as checkpoint_fingerprint
@@ -104,7 +104,6 @@ def test_every_kind_of_request(letters: Path) -> None:
     "more",
     [
         *SCALED,
-        {"reselection": ReselectionConfig(every=4, num_queries=8)},
         pytest.param({"dtype": "bfloat16"}, marks=pytest.mark.slow),
         {"budget": KVBudget(num_sink=2, num_topk=10, num_window=6, num_recent=14)},
         pytest.param({"budget": "full"}, marks=pytest.mark.slow),
@@ -128,7 +127,7 @@ def shares(folder: Path, *, turned: bool = False) -> HeadProfile:
 
 @pytest.mark.parametrize(
     "more",
-    [pytest.param({}, marks=pytest.mark.slow), *SCALED, {"reselection": ReselectionConfig(every=4, num_queries=8)}],
+    [pytest.param({}, marks=pytest.mark.slow), *SCALED],
     ids=str,
 )
 def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str, Any]) -> None:
@@ -142,13 +141,7 @@ def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str,
         assert pair.answerer.engine.transfer_stats.num_bytes == planned
         unlike = sizes.layer_bytes(120, BUDGET)
         equal = row_sizes(pair.answerer.model_config, replace(config, heads=None)).layer_bytes(120, BUDGET)
-        score_bytes = 0 if config.reselection is None else 4
-        to_rings = sum(  # slots that have no score
-            num - own.num_topk
-            for nums, budgets in zip(config.heads.topk, config.heads.budgets, strict=True)
-            for num, own in zip(nums, budgets, strict=True)
-        )
-        assert len(set(unlike)) == 3 and sum(unlike) == sum(equal) - score_bytes * to_rings
+        assert len(set(unlike)) == 3 and sum(unlike) == sum(equal)
 
 
 @pytest.mark.parametrize("kv_dtype", [pytest.param("int4", marks=pytest.mark.slow), "int8/int4"])

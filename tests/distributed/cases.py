@@ -24,7 +24,6 @@ from snapstream.config import (
     KVDType,
     ModelConfig,
     ParallelConfig,
-    ReselectionConfig,
     Selector,
     SplitAttention,
     SplitExperts,
@@ -131,7 +130,6 @@ class Asked:
     budget: int | None = None  # None: all tokens are kept
     executor: str = "eager"
     formats: WeightFormats | None = None
-    reselection: ReselectionConfig | None = None
     heads: HeadProfile | None = None
     selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
 
@@ -191,7 +189,7 @@ def answered(group: Group, asked: Asked) -> Answered:
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
     heads = None if asked.heads is None else asked.heads.slots(budget, 100)
     config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
-                          executor=asked.executor, weights=asked.formats, reselection=asked.reselection,
+                          executor=asked.executor, weights=asked.formats,
                           selector=asked.selector, parallel=parallel, heads=heads)  # fmt: skip
     runner = ModelRunner(Decoder(model, weights, group=group), config)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from snapstream import LLM, KVBudget, SamplingParams
-from snapstream.config import PrefixStoreConfig, ReselectionConfig, WeightFormat, WeightFormats
+from snapstream.config import PrefixStoreConfig, WeightFormat, WeightFormats
 from snapstream.distributed.group import Alone
 from snapstream.exec.parallel import ParallelRunner
 from snapstream.exec.runner import ModelRunner
@@ -31,7 +31,6 @@ SETTINGS: dict[str, Any] = {
     "budget": KVBudget(num_sink=2, num_topk=14, num_recent=16), "selector": SnapKV(observation_len=8),
     "max_model_len": 160, "chunk_len": 32, "progress": False, "max_rows": 5, "executor": "eager",
     "prefix_store": PrefixStoreConfig(num_bytes=2**22, block_len=8, min_tokens=16),
-    "reselection": ReselectionConfig(every=5, num_queries=5),
 }  # fmt: skip
 RANKS: dict[str, Any] = {"tensor_parallel": 2, "attention": "dp"}
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -73,7 +72,7 @@ def test_answers_are_those_of_one_device(
     pair: tuple[LLM, LLM], prompts: list[list[int]], params: SamplingParams
 ) -> None:
     """More prompts than rows, so that rows are given back and taken again on both ranks; asked twice, the second time
-    they begin in the prefix store. Rows fill up and re-select.
+    they begin in the prefix store. Rows fill up and wrap.
     """
     for _ in range(2):
         wanted, found = (llm.generate(prompts, params) for llm in pair)
@@ -91,9 +90,8 @@ def test_a_rank_holds_its_own_rows(pair: tuple[LLM, LLM]) -> None:
     assert isinstance(one, ModelRunner) and isinstance(two, ParallelRunner)
     whole, own = one.cache.num_bytes, two.rank_0.runner.cache.num_bytes
     assert whole * 4 == own * 6
-    planned, reselector = engine_memory(pair[1].model_config, pair[1].config), two.rank_0.runner.reselector
-    assert reselector is not None
-    assert planned.dp_size == 2 and 4 * planned.row_bytes == own + reselector.num_bytes
+    planned = engine_memory(pair[1].model_config, pair[1].config)
+    assert planned.dp_size == 2 and 4 * planned.row_bytes == own
 
 
 @pytest.mark.parametrize(
@@ -134,16 +132,6 @@ def test_dealt_rows_answer_as_one_device(two: Pool, dealt_rows_folder: Path, exp
     row = alone.own_bytes[1] // 3  # two rows and a padding row
     assert [rank.own_bytes[1] for rank in split] == [3 * row] * 2
     assert [rank.own_bytes[1] for rank in dealt] == [2 * row] * 2  # one row and a padding row
-
-
-def test_dealt_rows_reselect(two: Pool, dealt_rows_folder: Path) -> None:
-    """Each rank re-selections its own, with the queries of all heads."""
-    asked = Asked(dealt_rows_folder, budget=40, reselection=ReselectionConfig(every=8, num_queries=2))
-    alone, plain = cases.answered(Alone(), asked), cases.answered(Alone(), Asked(dealt_rows_folder, budget=40))
-    assert (alone.logits - plain.logits).abs().max() > 100 * TOLERANCE, "rows keep other tokens after a re-selection"
-    for rank in two.run(cases.answered, replace(asked, attention="dp")):
-        torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=TOLERANCE)
-        assert rank.tokens == alone.tokens and rank.kept == alone.kept
 
 
 def test_prompts_are_read_with_parts_of_widened_matrices(two: Pool, tmp_path: Path) -> None:

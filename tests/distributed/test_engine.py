@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.server_process import is_running
 from benchmarks.stand_ins import Pretend
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
-from snapstream.config import PrefixStoreConfig, ReselectionConfig
+from snapstream.config import PrefixStoreConfig
 from snapstream.exec.parallel import ParallelRunner, RanksDiffer, check_ranks
 from snapstream.exec.results import SubmittedStep
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -28,7 +28,7 @@ from tests.llm.conftest import write_checkpoint
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 ENGINE_SETTINGS: dict[str, Any] = {
     "budget": BUDGET, "selector": SnapKV(observation_len=8), "max_rows": 6, "max_model_len": 512, "chunk_len": 32,
-    "executor": "eager", "reselection": ReselectionConfig(every=5, num_queries=5), "progress": False,
+    "executor": "eager", "progress": False,
     "prefix_store": PrefixStoreConfig(num_bytes=2**22, block_len=8, min_tokens=16),
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -74,7 +74,7 @@ def test_the_start_says_how_many_ranks_there_are(pair: Pair) -> None:
     ids=["greedy", "seeded", "n", "penalties", "prompt_logprobs", "kept", "bitmap", "stop"],
 )  # fmt: skip
 def test_requests_of_every_kind_are_answered_alike(pair: Pair, params: SamplingParams) -> None:
-    """Prompts below and above the budget; rows that fill, wrap and are re-selected."""
+    """Prompts below and above the budget; rows that fill and wrap."""
     outputs = pair.same([ids(5), ids(31, 2), ids(90, 3), ids(150, 4)], params)
     assert any(output.compression and output.compression.evicted_tokens for output in outputs)
 

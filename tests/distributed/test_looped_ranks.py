@@ -20,7 +20,7 @@ import torch
 from benchmarks.server_process import is_running
 from benchmarks.stand_ins import Pretend
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
-from snapstream.config import ParallelConfig, ReselectionConfig, SplitExperts, WeightFormat, WeightFormats
+from snapstream.config import ParallelConfig, SplitExperts, WeightFormat, WeightFormats
 from snapstream.config.weights import SUB_BLOCK
 from snapstream.distributed.control import RankLost
 from snapstream.distributed.group import Alone, create, reach
@@ -86,11 +86,6 @@ def test_products_of_codes(two: Pool, checkpoint: Checkpoint, width: str) -> Non
     assert torch.equal(one.logits, other.logits) and one.tokens == other.tokens
     alone = cases.answered(Alone(), asked)
     torch.testing.assert_close(one.logits, alone.logits, rtol=0.0, atol=2e-2 * float(alone.logits.abs().max()))
-
-
-def test_rows_that_reselect(two: Pool, checkpoint: Checkpoint) -> None:
-    """The step keeps the queries of each rank's heads."""
-    check(two, looped(checkpoint("qwen3"), reselection=ReselectionConfig(every=8, num_queries=2)))
 
 
 def test_a_row_does_not_depend_on_its_neighbours(two: Pool, checkpoint: Checkpoint) -> None:

@@ -18,7 +18,6 @@ from snapstream.config import (
     KVBudget,
     KVDType,
     ParallelConfig,
-    ReselectionConfig,
     Selector,
     SplitExperts,
     WeightFormat,
@@ -164,11 +163,6 @@ def test_mxfp4(two: Pool, checkpoint: Checkpoint, experts: SplitExperts, executo
 def test_selectors(two: Pool, checkpoint: Checkpoint, selector: Selector) -> None:
     """Where one kv head is on both ranks, which must keep the same tokens."""
     check(two, Asked(checkpoint("qwen2"), budget=40, selector=selector))
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "deepseek-v3"])
-def test_rows_that_reselect(two: Pool, checkpoint: Checkpoint, name: str) -> None:
-    check(two, Asked(checkpoint(name), budget=40, reselection=ReselectionConfig(every=8, num_queries=2)))
 
 
 @pytest.mark.parametrize("executor", ["eager", "looped"])

@@ -16,7 +16,7 @@ from evals.selectors import Random, Variant
 from evals.shared import Rule, generate_shared
 from evals.tasks import TASKS, make_items
 from snapstream.assets import TINY_MODEL
-from snapstream.config import KVBudget, ReselectionConfig
+from snapstream.config import KVBudget
 from snapstream.exec.cuda_graph import make_graph
 from snapstream.exec.eager import EagerDecode, MakeDecode
 from snapstream.exec.runner import ModelRunner
@@ -166,27 +166,16 @@ def test_it_is_known_while_the_answer_grows(small: LLM) -> None:
     assert {is_over for size, is_over in seen if size > 16} == {True}
 
 
-def test_reselection_does_not_hide_it(checkpoint: Path) -> None:
-    reselection = ReselectionConfig(every=4, num_queries=4)
-    with LLM(
-        checkpoint, budget=BUDGET, selector=SnapKV(observation_len=8), reselection=reselection, max_model_len=256,
-        progress=False,
-    ) as llm:  # fmt: skip
-        assert llm.generate([[60] * 50], params(40))[0].has_outgrown_ring
-
-
 # Answers measured on a shared prefill are the answers of each rule alone.
 
 RULES: list[Rule] = [
-    (KVBudget.full(640), SnapKV(), None),
-    (KVBudget.of(64), SnapKV(), None),
-    (KVBudget.of(64), SnapKV(), ReselectionConfig(every=8, num_queries=8)),
-    (KVBudget.of(64), SnapKV(), ReselectionConfig(every=4, num_queries=12, memory=0.0)),
-    (KVBudget.of(64), Hops(num_hops=3), None),
-    (KVBudget.of(64), Random(), None),
-    (KVBudget.of(96), Variant(observation_len=8, pool_width=13), None),
-    (KVBudget.of(128, num_window=16), SnapKV(), None),
-    (KVBudget.streaming(80), SnapKV(), None),
+    (KVBudget.full(640), SnapKV()),
+    (KVBudget.of(64), SnapKV()),
+    (KVBudget.of(64), Hops(num_hops=3)),
+    (KVBudget.of(64), Random()),
+    (KVBudget.of(96), Variant(observation_len=8, pool_width=13)),
+    (KVBudget.of(128, num_window=16), SnapKV()),
+    (KVBudget.streaming(80), SnapKV()),
 ]
 
 
@@ -198,9 +187,9 @@ def test_a_rule_answers_beside_others_as_it_does_alone(task: str) -> None:
     settings = {"max_rows": 4, "max_model_len": 640, "chunk_len": 128, "progress": False}
     with LLM(TINY_MODEL, budget="full", **settings) as llm:  # type: ignore[arg-type]
         shared = generate_shared(llm, prompts, forced, most, RULES)
-    for index, (budget, selector, reselection) in enumerate(RULES):
-        with LLM(TINY_MODEL, budget=budget, selector=selector, reselection=reselection, **settings) as llm:  # type: ignore[arg-type]
+    for index, (budget, selector) in enumerate(RULES):
+        with LLM(TINY_MODEL, budget=budget, selector=selector, **settings) as llm:  # type: ignore[arg-type]
             alone = [output.token_ids for output in generate(llm, prompts, forced, most)]
-        assert [answers[index] for answers in shared] == alone, (budget, selector, reselection)
+        assert [answers[index] for answers in shared] == alone, (budget, selector)
     texts = {tuple(map(tuple, (answers[index] for answers in shared))) for index in range(len(RULES))}
     assert len(texts) > 2, "the rules do not differ: the test says nothing"

@@ -25,8 +25,6 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"selector": 5}, "selector is 5; it must be a Selector or one of snapkv, hops"),
     ({"selector": "snap"}, "selector is 'snap'; it must be one of snapkv, hops"),
     ({"snapkv": 5}, "snapkv is not a setting of an engine; the settings are"),
-    ({"reselection": True}, "reselection is True; it must be a ReselectionConfig"),
-    ({"reselection": 32}, "reselection is 32; it must be a ReselectionConfig"),
     ({"draft_memory": 5}, "draft_memory is 5; it must be a DraftMemory"),
     ({"max_rows": "x"}, "max_rows is 'x'; it must be a whole number"),
     ({"budget": 5.0}, "budget is 5.0; it must be a whole number"),

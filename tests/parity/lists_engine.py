@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evals.selectors import Random, Variant, as_variant
-from snapstream.config import KVBudget, ReselectionConfig, Selector
+from snapstream.config import KVBudget, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence, RowsRecurrence
@@ -80,7 +80,6 @@ class _Token:
         if spec.source(layer) != layer:
             return attend(queries(heads, norm, rope)[0], cells, self.position, norm)[None]
         q, k, v = split(heads, norm, rope, spec.slots_of(layer))
-        self.engine.queries[self.layer].append(q[0])
         self.engine.store(self.layer, self.position, k[0], v[0])
         return attend(q[0], cells, self.position, norm)[None]
 
@@ -93,7 +92,6 @@ class ListsEngine:
         decoder: Decoder,
         budget: KVBudget,
         selector: Selector,
-        reselection: ReselectionConfig | None = None,
         budgets: Sequence[Sequence[KVBudget]] | None = None,
     ) -> None:
         """``budgets``: of every layer and kv head, where they differ from ``budget``."""
@@ -113,15 +111,10 @@ class ListsEngine:
             layer: {name: torch.zeros(1, *shape) for name, shape in decoder.kv_spec().state_shapes(layer)}
             for layer in range(decoder.config.num_layers)
         }
-        self.reselection = reselection
-        self.votes: list[list[dict[int, float]]] = [[{} for _ in heads] for heads in layers]  # by position
-        self.queries: list[list[Tensor]] = [[] for _ in layers]  # of decoded tokens
-        self.prompt_len = self.num_reselections = 0
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         """Greedy tokens and the log-probability of each."""
-        self.prompt_len = len(prompt)
         ids, sources = torch.tensor(prompt), map(self.decoder.config.source_of, range(self.decoder.config.num_layers))
         hidden, inputs, whole = self.decoder.embed(ids), self.decoder.token_inputs(ids), {}
         positions = torch.arange(len(prompt))
@@ -162,8 +155,6 @@ class ListsEngine:
         sinks, cap = None if own_sinks is None else own_sinks.tolist(), self.decoder.config.score_cap
         over_row, group_max = rule.softmax_over == "row", rule.group_reduce == "max"
         scores = row_by_lists.votes(queries, keys, start, stop, over_row, group_max, sinks, cap)
-        recent = queries if self.reselection is None else queries[-self.reselection.num_queries :]
-        remembered = row_by_lists.votes(recent, keys, start, stop, over_row, group_max, sinks, cap)
         latest = total = [row_by_lists.normalised(own) for own in scores]
         for _ in range(rule.num_hops):
             latest = row_by_lists.hop(latest, q.tolist(), keys, start, rule.observation_len, sinks, cap)
@@ -177,7 +168,6 @@ class ListsEngine:
             own_votes = smooth
         chosen = {start + i for i in row_by_lists.best_with_hops(own_votes, smooth, num_topk)}
         kept = set(range(start)) | chosen | window
-        self.votes[layer][head] = {p: remembered[head][p - start] / len(recent) for p in chosen}
         self.frozen[layer][head] = kept
         own = self.cells[layer][head]
         self.cells[layer][head] = [cell for cell in own if cell[0] in kept or cell[0] >= stop]
@@ -187,8 +177,6 @@ class ListsEngine:
         where = torch.tensor([position])
         rope = self.decoder.rope(where, where + 1)
         for layer in range(self.decoder.config.num_layers):
-            if self.reselection is not None and len(self.queries[layer]) >= self.reselection.num_queries:
-                self._reselect(layer, self.reselection)
             inputs = self.decoder.token_inputs(torch.tensor([token]))
             hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position), inputs)
         return hidden
@@ -200,39 +188,3 @@ class ListsEngine:
                 movable = [cell for cell in own if cell[0] not in self.frozen[layer][head]]
                 own.remove(min(movable, key=lambda cell: cell[0]))
             own.append((position, k[head], v[head]))
-
-    def _reselect(self, layer: int, reselection: ReselectionConfig) -> None:
-        """A full row: what is neither sink, window nor among the newest is voted on, and ``every`` of it go."""
-        rule = self.rule
-        for head, own in enumerate(self.cells[layer]):
-            budget = self.budgets[layer][head]
-            if len(own) < budget.capacity or not budget.num_topk:
-                continue
-            self.num_reselections += 1
-            first = self.prompt_len - budget.num_window
-            own.sort(key=lambda cell: cell[0])
-            stay = [c for i, c in enumerate(own) if i < budget.num_sink or first <= c[0] < self.prompt_len]
-            others = [cell for cell in own if cell not in stay]
-            num_new = budget.num_recent - reselection.every
-            old, new = others[: len(others) - num_new], others[len(others) - num_new :]
-            group, all_sinks = self.decoder.config.group_size, self.decoder.sinks(layer)
-            sinks = None if all_sinks is None else all_sinks[head * group : (head + 1) * group].tolist()
-            queries = [
-                q[head * group : (head + 1) * group].tolist() for q in self.queries[layer][-reselection.num_queries :]
-            ]
-            ordered = [cell[1].tolist() for cell in [*stay, *old, *new]]
-            (fresh,) = row_by_lists.votes(
-                queries, [ordered], len(stay), len(stay) + len(old), rule.softmax_over == "row",
-                rule.group_reduce == "max", sinks, self.decoder.config.score_cap,
-            )  # fmt: skip
-            before = self.votes[layer][head]
-            total = [
-                max(score / len(queries), before.get(cell[0], 0.0) * reselection.memory)
-                for score, cell in zip(fresh, old, strict=True)
-            ]
-            smooth = row_by_lists.pooled(total, rule.pool_width, rule.pooling, rule.pool_half_life)
-            chosen = row_by_lists.best(smooth, len(old) - reselection.every)
-            self.votes[layer][head] = {old[i][0]: total[i] for i in chosen}
-            kept = [*stay, *(old[i] for i in chosen)]
-            self.frozen[layer][head] = {cell[0] for cell in kept}
-            self.cells[layer][head] = [*kept, *new]

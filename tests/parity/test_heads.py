@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from evals.uneven import HeadRows, HeadRule, Rounding, RoundingOf, exact
-from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig, Selector
+from snapstream.config import KVBudget, PrefixStoreConfig, Selector
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels.cpu.looped.build import find_compiler
@@ -175,32 +175,27 @@ MIXED = ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid"]
 
 
 @pytest.mark.parametrize("is_looped", [False, True])
-@pytest.mark.parametrize(("name", "turn"), [(name, index % 2) for index, name in enumerate(MIXED)])
+@pytest.mark.parametrize("name", MIXED)
 def test_layers_of_several_kinds_equal_the_list_based_engine(
-    name: str, turn: int, is_looped: bool, prompts: list[list[int]], tmp_path: Path
+    name: str, is_looped: bool, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Budgets of heads in the full layers, beside windows and states, in one executor with KV re-selection; what is
-    planned is allocated.
-    """
-    executor = "looped" if is_looped else "eager"
-    reselection = ReselectionConfig(every=5, num_queries=5) if is_looped == bool(turn) else None
+    """Budgets of heads in the full layers, beside windows and states; what is planned is allocated."""
     if is_looped and find_compiler() is None:
         pytest.skip("looped steps need a C++ compiler")
     folder = save(make_model(name), tmp_path)
     spec = KVSpec.of(read_model_config(folder), "float32")
     own = HeadProfile(shares=uneven(len(spec.budget_layers), spec.num_kv_heads), model=fingerprint(folder))
-    settings = SETTINGS | {"executor": executor, "reselection": reselection}
+    settings = SETTINGS | {"executor": "looped" if is_looped else "eager"}
     with LLM(folder, heads=own, **settings) as llm:
         heads, runner = llm.config.heads, cast(ModelRunner, llm.engine.runner)
         assert heads is not None and [bool(layer) for layer in heads.topk] == [
             layer in spec.budget_layers for layer in range(spec.num_layers)
         ]
         outputs = llm.generate(prompts[:4], replace(GREEDY, return_kept=True))
-        stored = runner.cache.num_bytes + (0 if runner.reselector is None else runner.reselector.num_bytes)
-        assert stored == 4 * engine_memory(llm.model_config, llm.config).row_bytes
+        assert runner.cache.num_bytes == 4 * engine_memory(llm.model_config, llm.config).row_bytes
     for prompt, output in zip(prompts, outputs, strict=False):
         budgets = heads.of(BUDGET, len(prompt)).budgets
-        lists = ListsEngine(runner.decoder, BUDGET, VOTES, reselection, budgets)
+        lists = ListsEngine(runner.decoder, BUDGET, VOTES, budgets)
         assert output.token_ids == lists.generate(prompt, 24)[0], len(prompt)
     assert outputs[2].compression is not None
     kept = outputs[2].compression.kept_positions
@@ -474,102 +469,3 @@ class TestTritonOverNarrowRows:
         for own, other in zip(*found, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-2)
         assert torch.equal(found[0][1], found[1][1]) and torch.equal(found[0][2], found[1][2])
-
-
-# Kv heads with slots of their own re-select, each as a row of its own budget would.
-# The twin is the list-based engine (``lists_engine.py``), which knows of no slots, counters or executors.
-
-RESELECTION = ReselectionConfig(every=5, num_queries=5)
-RESELECTED_HEADS_LENGTHS = (24, 1, 60, 33)  # full in no head, in some, in all; more prompts than rows
-COUNT = 40
-PARAMS = SamplingParams(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def reselected_heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(make_model("qwen3"), tmp_path_factory.mktemp("qwen"))
-
-
-@pytest.fixture(scope="module")
-def reselected_heads_prompts() -> list[list[int]]:
-    rng = random.Random(11)
-    return [[rng.randrange(3, VOCAB) for _ in range(n)] for n in RESELECTED_HEADS_LENGTHS]
-
-
-def reselected_heads_answers(
-    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], **changes: Any
-) -> list[list[int]]:
-    own = {"heads": profile(reselected_heads_folder), "reselection": RESELECTION, **changes}
-    with LLM(reselected_heads_folder, **SETTINGS | own) as llm:
-        return [output.token_ids for output in llm.generate(reselected_heads_prompts, PARAMS)]
-
-
-@pytest.fixture(scope="module")
-def reselected_heads_expected(
-    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]]
-) -> list[list[int]]:
-    return reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts)
-
-
-def test_answers_are_those_of_the_list_based_engine(
-    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], reselected_heads_expected: list[list[int]]
-) -> None:
-    with LLM(
-        reselected_heads_folder, heads=profile(reselected_heads_folder), reselection=RESELECTION, **SETTINGS
-    ) as llm:
-        runner = cast(ModelRunner, llm.engine.runner)
-        assert llm.config.heads is not None and runner.reselector is not None
-        assert min(map(min, llm.config.heads.topk)) == 0, "a head that selects nothing never re-selects"
-        for prompt, own in zip(reselected_heads_prompts, reselected_heads_expected, strict=True):
-            budgets = llm.config.heads.of(BUDGET, len(prompt)).budgets
-            lists = ListsEngine(runner.decoder, BUDGET, VOTES, RESELECTION, budgets)
-            assert lists.generate(prompt, COUNT)[0] == own, len(prompt)
-            assert lists.num_reselections
-        planned = engine_memory(llm.model_config, llm.config).row_bytes
-        assert runner.cache.num_bytes + runner.reselector.num_bytes == (llm.config.max_rows + 1) * planned
-    assert (
-        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, reselection=None)
-        != reselected_heads_expected
-    ), "reselection does something"
-
-
-@pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-def test_looped_steps_answer_alike(
-    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], reselected_heads_expected: list[list[int]]
-) -> None:
-    assert (
-        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, executor="looped")
-        == reselected_heads_expected
-    )
-
-
-def test_captured_steps_answer_alike_of_reselected_heads(
-    reselected_heads_folder: Path,
-    reselected_heads_prompts: list[list[int]],
-    reselected_heads_expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tape.install(monkeypatch)
-    make_runner = partial(build_runner, kernels=bind("cpu", "torch"), make_decode=OnTapes)
-    assert (
-        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, make_runner=make_runner)
-        == reselected_heads_expected
-    )
-
-
-def test_a_row_of_another_owner_begins_anew(
-    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]], reselected_heads_expected: list[list[int]]
-) -> None:
-    assert (
-        reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, max_rows=1)
-        == reselected_heads_expected
-    )
-
-
-def test_equal_shares_are_equal_heads_of_reselected_heads(
-    reselected_heads_folder: Path, reselected_heads_prompts: list[list[int]]
-) -> None:
-    even = HeadProfile(shares=((1 / 6, 1 / 6),) * 3, model=fingerprint(reselected_heads_folder))
-    assert reselected_heads_answers(
-        reselected_heads_folder, reselected_heads_prompts, heads=even
-    ) == reselected_heads_answers(reselected_heads_folder, reselected_heads_prompts, heads=None)

@@ -1,6 +1,4 @@
-"""What a request can ask of a model that keeps latents: samples, grammars, kept tokens, KV re-selection, a compiled
-step.
-"""
+"""What a request can ask of a model that keeps latents: samples, grammars, kept tokens, a compiled step."""
 
 from __future__ import annotations
 

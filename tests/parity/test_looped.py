@@ -24,7 +24,6 @@ from snapstream.config import (
     EngineOptions,
     KVBudget,
     ModelConfig,
-    ReselectionConfig,
     WeightFormats,
 )
 from snapstream.config.model import LayerNorms, LengthScale, Multipliers
@@ -32,6 +31,7 @@ from snapstream.exec import eager as decode_eager
 from snapstream.exec import prefill
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.rows import RecentQueries
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import NO_TOKEN, Sampled
 from snapstream.exec.sampling_state import SamplingNeeds
@@ -123,7 +123,6 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
         {"weights": "int8", "activations": "int8"},
         {"weights": "int4", "activations": "int8"},
         *({"kv_dtype": name} for name in KV_DTYPES if name not in ("auto", "float32")),
-        {"reselection": ReselectionConfig(every=5, num_queries=5)},
         {"max_rows": 7, "budget": "full"},
     ],
     ids=str,
@@ -288,9 +287,12 @@ def runner_of(
 
 def random_runner(
     model: ModelConfig, formats: WeightFormats, kv_dtype: str, make: MakeMatrix, capacity: int, seed: int,
-    num_rows: int = 5, reselection: ReselectionConfig | None = None,
+    num_rows: int = 5, num_queries: int = 0,
 ) -> ModelRunner:  # fmt: skip
-    """Random weights, rows full of random numbers, and counters as after prompts shorter and longer than a row."""
+    """Random weights, rows full of random numbers, and counters as after prompts shorter and longer than a row.
+
+    ``num_queries``: of each row, which steps keep as those of a draft; 0: none.
+    """
     torch.manual_seed(seed)
     weights = DecoderWeights.empty(model, torch.float32, "cpu", formats, make)
     for matrix in weights.matrices.values():
@@ -299,16 +301,17 @@ def random_runner(
         vector.normal_().mul_(0.3).add_(1.0 * base_name(name).endswith(("norm", "scalar", "scale")))
         if model.norms_after_rope and name in ("q_norm", "k_norm"):
             vector.abs_()
-    topk = capacity // 4 if reselection else 0
-    budget = KVBudget(num_sink=capacity // 4, num_topk=topk, num_recent=capacity - capacity // 4 - topk)
     config = EngineConfig(
-        budget=budget, max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,
-        reselection=reselection,  # type: ignore[arg-type]
-        num_speculative_tokens=0 if reselection or model.has_uneven_layers else 3,
+        budget=KVBudget(num_sink=capacity // 4, num_topk=0, num_recent=capacity - capacity // 4),
+        max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,  # type: ignore[arg-type]
+        num_speculative_tokens=0 if num_queries or model.has_uneven_layers else 3,
     )  # fmt: skip
     runner = ModelRunner(Decoder(model, weights), config)
     cache = runner.cache
     spec = cache.spec
+    if num_queries:
+        queries = RecentQueries(spec, num_rows, num_queries, torch.float32, "cpu")
+        runner.step_parts = replace(runner.step_parts, queries=queries)
     sides = [(cache.k, cache.k_scale, spec.key_dim), (cache.v, cache.v_scale, spec.value_dim)]
     if spec.is_uneven:
         layers = [(spec.slots_of(index), cache.layer(index)) for index in spec.slot_layer_indices]
@@ -329,7 +332,6 @@ def random_runner(
                 scale.copy_(2.0 ** torch.randint(-3, 2, scale.shape))
     counts = torch.tensor([0, 1, capacity - 1, capacity, 3 * capacity + 1])[torch.arange(num_rows) % 5]
     runner.rows.num_tokens[:num_rows] = counts
-    runner.rows.next_position[:num_rows] = counts + 3
     runner.rows.ring_start[:num_rows] = capacity // 4
     runner.rows.capacity[:num_rows] = capacity
     runner.rows.last_token[:num_rows] = torch.randint(0, model.vocab_size, (num_rows,))
@@ -452,7 +454,7 @@ def test_many_rows_get_the_bits_of_one(formats: WeightFormats, instructions: Any
 
 def test_a_greedy_step_leaves_the_state_that_eager_leaves(runner: ModelRunner) -> None:
     parts, rows = runner.step_parts, torch.tensor([4, 1, 2])
-    names = ("last_token", "num_tokens", "next_position")
+    names = ("last_token", "num_tokens")
     before = {name: getattr(parts.rows, name).clone() for name in names}
     cache = parts.cache.k.clone(), parts.cache.v.clone()
     found = []

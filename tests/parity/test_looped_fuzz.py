@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, ReselectionConfig, WeightFormat, WeightFormats
+from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
 from snapstream.config.weights import SUB_BLOCK, stack_name
 from snapstream.exec.eager import EagerDecode, draft_batch
@@ -341,11 +341,11 @@ class Drawn:
             if model.moe is None and load(instructions).multiplies_bf16():
                 formats = formats.rounding_to_bf16()
         num_rows, capacity = random.randint(1, 33), random.choice([1, 2, 17, 40, 129, 1100])
-        reselection = None
+        num_queries = 0
         is_full = model.windows is None and not model.recurrent_layers
-        if capacity > 40 and is_full and kv_dtype == "auto" and random.random() < 0.6:
-            reselection = ReselectionConfig(every=1, num_queries=random.randint(1, 5))
-        asked = (kv_dtype, make_panels(load(instructions)), capacity, seed, num_rows, reselection)
+        if is_full and random.random() < 0.3:
+            num_queries = random.randint(1, 5)
+        asked = (kv_dtype, make_panels(load(instructions)), capacity, seed, num_rows, num_queries)
         self.model, self.runner = model, random_runner(model, formats, *asked)
         for layer in model.recurrent_layers:
             for own in self.runner.cache.state(layer).values():
@@ -356,7 +356,7 @@ class Drawn:
         self.looped = LoopedDecode(self.runner.step_parts, random.randint(1, min(2, num_cores())))
         parts = self.runner.step_parts
         if formats != plain:  # products over panels outside of looped steps do not round
-            asked = (kv_dtype, make_matrix, capacity, seed, num_rows, reselection)
+            asked = (kv_dtype, make_matrix, capacity, seed, num_rows, num_queries)
             parts = replace(parts, decoder=random_runner(model, formats, *asked).decoder)
         self.eager = EagerDecode(parts)
         self.is_exact = kv_dtype == "auto" and formats == plain
@@ -366,7 +366,7 @@ class Drawn:
         kept = random.choice([capacity, random.randint(1, capacity)])
         sink, topk = sorted(random.randint(0, kept - 1) for _ in range(2))
         budget = KVBudget(num_sink=sink, num_topk=topk - sink, num_recent=kept - topk)
-        counters = list(Rows.entry(random.randint(0, 3 * capacity), random.randint(0, 8000), budget))
+        counters = list(Rows.entry(random.randint(0, 3 * capacity), budget))
         counters[0] += random.choice([0, random.randint(0, 3 * capacity)])
         self.runner.rows.admit(torch.tensor([row]), torch.tensor([counters]))
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from snapstream.config import KVDType, ModelConfig, ReselectionConfig, WeightFormats
+from snapstream.config import KVDType, ModelConfig, WeightFormats
 from snapstream.exec.eager import EagerDecode, draft_batch
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
@@ -80,7 +80,6 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
         {"weights": "bfloat16", "activations": "dtype"},
         {"weights": "int8", "activations": "dtype"},
         {"weights": "int4", "activations": "dtype"},
-        {"reselection": ReselectionConfig(every=5, num_queries=5)},
         {"max_rows": 7, "budget": "full"},
         {"kv_dtype": "fp8"},
     ],
@@ -332,7 +331,7 @@ def test_states_go_on_by_accepted_drafts(case: int, instructions: InstructionSet
     model, runner, states = with_random_states(case, instructions)
     if model.latent is not None:  # drafts are not verified in full rings, where latents are written before any attends
         runner.rows.num_tokens.clamp_(max=20)
-    counters = runner.rows.last_token, runner.rows.num_tokens, runner.rows.next_position
+    counters = runner.rows.last_token, runner.rows.num_tokens
     all_state = (*states, runner.cache.k, runner.cache.v, *counters)
     kept, rows = [tensor.clone() for tensor in all_state], [3, 0, 4, 1]
     looped, after, said = LoopedDecode(runner.step_parts, min(1 + case % 2, num_cores())), [], []
@@ -368,7 +367,7 @@ def test_recurrent_layers(case: int, instructions: InstructionSet) -> None:
     """Several steps from random states: logits and states are eager's, and the same bits in a batch and alone."""
     (model, runner, states), rounds = with_random_states(case, instructions), RECURRENT_MODELS[case][2]
     kept = [tensor.clone() for tensor in (*states, runner.cache.k, runner.cache.v)]
-    counters = runner.rows.last_token, runner.rows.num_tokens, runner.rows.next_position
+    counters = runner.rows.last_token, runner.rows.num_tokens
     counted = [tensor.clone() for tensor in counters]
 
     def run(step: Any, batches: list[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -381,7 +380,6 @@ def test_recurrent_layers(case: int, instructions: InstructionSet) -> None:
             found.append(torch.cat([step.logits(torch.tensor(rows)).clone() for rows in batches]))
             runner.rows.last_token[:5] = found[-1].argmax(-1)
             runner.rows.num_tokens[:5] += 1
-            runner.rows.next_position[:5] += 1
         return torch.stack(found), [tensor.clone() for tensor in states]
 
     looped = LoopedDecode(runner.step_parts, min(1 + case % 2, num_cores()))

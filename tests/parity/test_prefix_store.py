@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from snapstream.config import KVBudget, PrefixStoreConfig, ReselectionConfig
+from snapstream.config import KVBudget, PrefixStoreConfig
 from snapstream.kv.prefix_folder import MARKER, PrefixFolder, folder_secret
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -185,7 +185,6 @@ def test_every_border(folder: Path, stored: int, shared: int, length: int, resto
         ({"budget": KVBudget(num_sink=2, num_topk=14, num_window=6, num_recent=10)}, {}, {}),
         ({"budget": KVBudget.streaming(20)}, {}, {}),
         ({"kv_dtype": "fp8"}, {}, {}),
-        ({"reselection": ReselectionConfig(every=4, num_queries=4)}, {}, {"max_tokens": 24}),
         ({}, {}, {"n": 4, "temperature": 0.9, "seed": 5, "return_kept": None}),
         ({"budget": "full"}, {"budget": KVBudget(num_sink=2, num_topk=10, num_recent=8)}, {}),
         ({}, {"selector": SnapKV(observation_len=2)}, {}),
@@ -194,7 +193,7 @@ def test_every_border(folder: Path, stored: int, shared: int, length: int, resto
 def test_a_second_question_is_one_to_a_fresh_engine(
     folder: Path, settings: dict[str, Any], how: dict[str, Any], params: dict[str, Any]
 ) -> None:
-    """Budgets, FP8 rows, windows, samples and KV re-selection share what is stored: it precedes all of them."""
+    """Budgets, FP8 rows, windows and samples share what is stored: it precedes all of them."""
     document, questions = ids(100), [ids(28, seed=seed) for seed in (11, 12)]
     if params.get("return_kept", "") is None:
         params = params | {"return_kept": False}

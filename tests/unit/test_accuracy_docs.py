@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evals import cells, comparisons, plots, sections, store, sweep, tables
+from evals import cells, plots, sections, store, sweep, tables
 from evals.arms import Arm, make_arm
 from evals.cells import Cell
 from evals.comparisons import HYBRID_MODEL, hybrid_table, peer_table, widths_table
@@ -194,21 +194,6 @@ def test_a_hybrid_is_compared_with_the_first_model(tmp_path: Path, monkeypatch: 
         "| 1/4 | SnapKV as published | LFM2, 2 of 6 layers cut | 60.0 ± 2.0 | 60.0 ± 2.0 | 75.0 % |",
         "| 1/4 | SnapKV as published | Llama, 4 of 4 | 50.0 ± 2.0 | 50.0 ± 2.0 | 50.0 % |",
     ]
-
-
-def test_long_answers_compare_arms_on_the_same_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "RESULTS", tmp_path)
-    with pytest.raises(ValueError, match="not measured"):
-        comparisons.rescoring_table()
-    for model, task in comparisons.LONG_COLUMNS:
-        for prompts in (40, 200):
-            arms = ("snapstream", "rescoring") if prompts == 40 else ("snapstream",)
-            for arm in (make_arm(name, 512, 2080, 32) for name in arms):
-                cell = Cell(model=model, task=task, arm=arm, prompt_len=2048, num_prompts=prompts)
-                cell.write({"accuracy": float(prompts), "standard_error": 1.0}, 1.0)
-    text = comparisons.rescoring_table()
-    assert "| SnapStream | 512 | 40.0 ± 1.0 | 40.0 ± 1.0 | 40.0 ± 1.0 |" in text and "200.0" not in text
-    assert [cell["settings"]["task"] for cell in tables.cells()] == []  # no other table shows them
 
 
 def test_a_group_that_is_not_whole_is_left_out(stored: Path) -> None:

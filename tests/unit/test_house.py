@@ -39,7 +39,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # dependency or an entry of a registry.
 COUNTS = {
     "Python files of the package": 201,
-    "Python lines of the package": 52910,
+    "Python lines of the package": 52430,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 227,
     "modules with one importer": 21,

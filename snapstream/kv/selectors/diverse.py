@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Diverse(SnapKV):
-    """SnapKV, and distinct keys for a share of the slots. A full row re-selects by SnapKV alone."""
+    """SnapKV, and distinct keys for a share of the slots."""
 
     name: ClassVar[str] = "diverse"
     share: float = 0.75  # of the top-k slots beyond num_scored; docs/research/accuracy.md has the sweeps

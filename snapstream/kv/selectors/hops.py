@@ -24,7 +24,7 @@ SMALLEST = 2.0**-126  # smallest normal fp32 number: avoids dividing by a zero s
 
 @dataclass(frozen=True, kw_only=True)
 class Hops(SnapKV):
-    """SnapKV and ``num_hops`` more rounds of scores. A full row re-selects by SnapKV alone."""
+    """SnapKV and ``num_hops`` more rounds of scores."""
 
     name: ClassVar[str] = "hops"
     num_hops: int = 4  # links of a chain that are followed; docs/research/accuracy.md has the sweep

@@ -33,7 +33,6 @@ class SnapKV(Selector):
     """Scores by the observation queries; a hit is kept with the tokens around it, and with more of those after it."""
 
     name: ClassVar[str] = "snapkv"
-    can_reselect: ClassVar[bool] = True
     observation_len: int = DEFAULT_OBSERVATION
     pool_half_life: int = 8  # tokens ahead over which a pooled score halves; 0 carries none ahead, as in the paper
 
@@ -49,12 +48,14 @@ class SnapKV(Selector):
         return select_topk(self.pool(scores), num_topk) + candidates.start
 
     def scores(self, queries: Tensor, keys: Tensor, candidates: range, kernels: Kernels) -> Tensor:
+        """Of the candidates among ``keys [G, N, E]``, summed over the last ``queries [w, H, E]``: ``[G, n]`` fp32."""
         first_query = keys.shape[1] - queries.shape[0]
         return kernels.snapkv_scores(
             queries, keys, first_query, candidates.start, candidates.stop, over_row=False, group_max=False
         )
 
     def pool(self, scores: Tensor) -> Tensor:
+        """``scores [G, n]`` as the top-k ranks them: smoothed along the candidates."""
         from snapstream.kv.selectors.scoring import carry_ahead, pool_max
 
         return carry_ahead(pool_max(scores, POOL_WIDTH), self.pool_half_life)

@@ -14,7 +14,7 @@ from snapstream import calibration as automatic
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.calibration import FILE, TooSlow, automatic_heads, cached, calibrate, stored_profile
 from snapstream.cli.app import main
-from snapstream.config import EngineOptions, KVBudget, ReselectionConfig
+from snapstream.config import EngineOptions, KVBudget
 from snapstream.config.kv import HeadProfile, as_heads, read_profile
 from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.llm import LLM
@@ -142,7 +142,6 @@ def test_a_file_that_is_not_this_models_counts_as_none(bare: Path, spoil: Callab
         ({"budget": "full"}, "keep every token"),
         ({"budget": KVBudget.streaming(128)}, "select none"),
         ({"budget": KVBudget.of(128, num_window=8)}, "num_window 8"),
-        ({"reselection": ReselectionConfig(every=8), "tensor_parallel": 2}, "supports one device"),
         ({"tensor_parallel": 2, "local_ranks": 1, "master_addr": "127.0.0.1:1"}, "other machines"),
     ],
 )

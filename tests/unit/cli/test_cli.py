@@ -17,7 +17,7 @@ import snapstream
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.cli.flags import Flags, as_command
-from snapstream.config import EngineOptions, ReselectionConfig
+from snapstream.config import EngineOptions, KVBudget
 from snapstream.config.engine import setting
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import weight_bytes
@@ -268,22 +268,12 @@ def test_plan_refuses_configs_in_one_line(
     assert word in err
 
 
-def test_reselection_reaches_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """The engine refuses what its budget cannot do, so the option has arrived."""
-    command = ["generate", str(TINY_MODEL), "hi", "--max-tokens", "2", "--reselect-every"]
-    assert main([*command, "60", "--budget", "200"]) == 2
-    assert "a ring of 50 slots is too small for KV re-selection with every=60" in capsys.readouterr().err
-    assert main([*command, "0"]) == 2
-    assert "'--reselect-every': every is 0; it must be a whole number >= 1" in capsys.readouterr().err
-    assert main([*command, "8", "--budget", "200"]) == 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     width: int = setting(3, "How wide.")
     kind: Literal["a", "b"] = setting("a", "Which kind.")
-    every: ReselectionConfig | None = setting(
-        None, "How often.", metavar="N", flag="--how-often", parse=lambda text: ReselectionConfig(every=int(text))
+    rows: KVBudget | None = setting(
+        None, "How many.", metavar="N", flag="--how-many", parse=lambda text: KVBudget.full(int(text))
     )
     hidden: int = 5
 
@@ -308,10 +298,10 @@ def test_defaults_are_the_classes() -> None:
 
 
 def test_every_field_with_words_has_a_flag() -> None:
-    given, _ = run("x", "--width", "7", "--kind", "b", "--how-often", "9")
-    assert given == ("x", Settings(width=7, kind="b", every=ReselectionConfig(every=9)))
+    given, _ = run("x", "--width", "7", "--kind", "b", "--how-many", "9")
+    assert given == ("x", Settings(width=7, kind="b", rows=KVBudget.full(9)))
     _, text = run("--help")
-    for words in ("--width N", "How wide.  [default: 3]", "--kind <a|b>", "--how-often N"):
+    for words in ("--width N", "How wide.  [default: 3]", "--kind <a|b>", "--how-many N"):
         assert words in text
     assert "--hidden" not in text
 
@@ -328,7 +318,7 @@ def test_a_command_may_have_defaults_and_words_of_its_own() -> None:
     [
         (("--width", "wide"), "'wide' is not a whole number"),
         (("--kind", "c"), "'c' is not one of 'a', 'b'"),
-        (("--how-often", "0"), "every is 0; it must be a whole number >= 1"),
+        (("--how-many", "0"), "max_model_len is 0; it must be a whole number >= 1"),
     ],
 )
 def test_a_wrong_value_is_named(arguments: tuple[str, ...], words: str) -> None:

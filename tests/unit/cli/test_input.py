@@ -38,8 +38,6 @@ def test_plan_is_readable_in_60_columns(capsys: pytest.CaptureFixture[str], monk
     arguments = [
         "plan",
         str(TINY_MODEL),
-        "--reselect-every",
-        "8",
         "--draft",
         str(TINY_DRAFT_MODEL),
         "--selector",

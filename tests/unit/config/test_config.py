@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapstream.config import EngineConfig, EngineOptions, KVBudget, ParallelConfig, ReselectionConfig
+from snapstream.config import EngineConfig, EngineOptions, KVBudget, ParallelConfig
 from snapstream.config.kv import LEAST_PART, HeadProfile, Shares
 from snapstream.config.values import Registry, format_bytes, parse_bandwidth, parse_bytes
 
@@ -158,16 +158,6 @@ def test_missing_and_huge_files_are_refused(tmp_path: Path) -> None:
         EngineOptions(heads=str(tmp_path / "huge"))
     with pytest.raises(TypeError, match="must be a path"):
         EngineOptions(heads=3)  # type: ignore[arg-type]
-
-
-def test_such_rows_do_not_reselect_over_ranks() -> None:
-    """Ranks that share a kv head would have to meet at moments that differ from head to head."""
-    budget = KVBudget(num_topk=40, num_recent=40)
-    settings: dict[str, Any] = {"budget": budget, "heads": PROFILE.slots(budget, 5000), "max_model_len": 5000}
-    reselection = ReselectionConfig(every=4, num_queries=4)
-    assert EngineConfig(reselection=reselection, **settings).heads is not None
-    with pytest.raises(ValueError, match="supports one device; tensor_parallel is 2"):
-        EngineConfig(reselection=reselection, parallel=ParallelConfig(size=2), **settings)
 
 
 # What a user may say about an engine: checked at once, and one field at a time.

@@ -24,7 +24,6 @@ from snapstream.config import (
     KVBudget,
     ParallelConfig,
     PrefixStoreConfig,
-    ReselectionConfig,
     WeightFormats,
 )
 from snapstream.config.values import split_address
@@ -66,7 +65,6 @@ CONFIG = EngineConfig(
 )
 STORING = EngineConfig(
     budget=KVBudget.of(64), max_model_len=64, prefix_store=PrefixStoreConfig(num_bytes=2**20), prefix_blocks=3,
-    reselection=ReselectionConfig(every=4, num_queries=4, memory=1),
 )  # fmt: skip
 SAMPLING = SamplingParams(
     n=2, temperature=1, logit_bias={3: -1.5, 7: 100}, stop=["a", "\ud800é"], stop_token_ids=[5], seed=-(2**63),

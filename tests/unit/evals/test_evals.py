@@ -17,7 +17,7 @@ import torch
 from evals import cells as evals_cells
 from evals import run as evals_run
 from evals import second_question, store, sweep
-from evals.arms import ARMS, LONG_ARMS, make_arm
+from evals.arms import ARMS, make_arm
 from evals.cells import Cell
 from evals.chains import make_prompts, report
 from evals.chat import Chat
@@ -41,18 +41,6 @@ def test_an_arm_spends_the_slots_it_is_given(name: str, slots: int) -> None:
     assert len(prompt) == (slots - 32 if name == "truncation" else 2000)
     assert prompt[0] == 0 and prompt[-1] == 1999
     assert isinstance(arm.selector, Random) == (name == "random")
-
-
-@pytest.mark.parametrize("name", LONG_ARMS)
-def test_an_arm_for_long_answers_spends_the_slots_it_is_given(name: str) -> None:
-    arm = make_arm(name, 512, max_model_len=2080, max_tokens=32)
-    assert arm.budget.capacity == 512 and (arm.rescoring is None) == (name == "window")
-    assert (arm.budget.num_window > 0) == ("window" in name)
-    cell = Cell(model=TINY_MODEL, task="told", arm=arm, prompt_len=2048, num_prompts=1)
-    assert ("rescoring" in cell.settings) == (arm.rescoring is not None)
-    if arm.rescoring is not None:
-        with pytest.raises(ValueError, match="ring of .* slots is too small for KV re-selection"):
-            make_arm(name, 96, max_model_len=2080, max_tokens=32)
 
 
 def test_the_ring_of_snapkv_never_wraps() -> None:

@@ -72,7 +72,7 @@ def test_full_attention_is_the_same_in_both_engines(model: Any) -> None:
     prompts = prompts_of("multi_uuid") + prompts_of("kv")
     arm = peer_arm("full", SLOTS, PROMPT_LEN + MAX_TOKENS, MAX_TOKENS)
     with LLM(TINY_MODEL, budget="full", max_model_len=PROMPT_LEN + MAX_TOKENS, max_rows=1, progress=False) as llm:
-        own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.selector, None)])
+        own = generate_shared(llm, prompts, [()] * len(prompts), MAX_TOKENS, [(arm.budget, arm.selector)])
         ends = set(llm.model_config.eos_token_ids)
     outputs, _ = answers(model, prompts, [arm], MAX_TOKENS)
     for [ours], [theirs] in zip(own, outputs, strict=True):

@@ -30,9 +30,7 @@ SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=1)
 def measured(
     model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, group: Group | None = None
 ) -> tuple[int, int]:
-    """Bytes held at the start, and the most after a prompt of all tokens, steps of all rows, and a re-selection of
-    one.
-    """
+    """Bytes held at the start, and the most after a prompt of all tokens and steps of all rows."""
     monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
     group, rows, length = group or Alone(), config.max_rows, config.max_model_len
     with LiveBytes("meta") as live:
@@ -58,9 +56,6 @@ def measured(
             with torch.inference_mode():
                 logits = held.copy_(eager.draft_logits(entries.split(sizes), entries)[0])
                 eager.draw(logits[:rows], entries[:rows], SamplingNeeds.of([SAMPLED]))
-        if runner.reselector is not None:
-            with torch.inference_mode():
-                runner.reselector.reselect(0)
         peak = live.peak
         del runner, weights, held
         gc.collect()

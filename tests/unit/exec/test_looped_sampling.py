@@ -26,7 +26,7 @@ from snapstream.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
-COUNTERS = ("last_token", "num_tokens", "next_position")
+COUNTERS = ("last_token", "num_tokens")
 STOPS = [0, 3]
 INFINITE = float("inf")
 

@@ -23,7 +23,6 @@ from snapstream.config import (
     KVBudget,
     ModelConfig,
     ParallelConfig,
-    ReselectionConfig,
     WeightFormats,
 )
 from snapstream.config.engine import SPECULATIVE_TOKENS
@@ -80,11 +79,9 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp32": {"dtype": "float32"},
     "fp8": {"kv_dtype": "fp8"},
-    "reselection": {"reselection": ReselectionConfig(every=40)},
     "hops": {"selector": Hops()},
     "heads": {"heads": HEADS},
     "heads, fp8": {"heads": HEADS, "kv_dtype": "fp8"},
-    "heads, KV re-selection": {"heads": HEADS, "reselection": ReselectionConfig(every=40)},
     "windows": {},
     "windows, fp8": {"kv_dtype": "fp8"},
     "states": {},
@@ -124,7 +121,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
 def test_plan_and_engine_agree(
     model: ModelConfig, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    has_drafts = not any(own in case for own in ("reselection", "re-selection", "states", "gemma4"))
+    has_drafts = not any(own in case for own in ("states", "gemma4"))
     config = EngineConfig(
         budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS,
         chunking=Chunking(chunk_len=CHUNK, short_len=CHUNK),
@@ -153,9 +150,7 @@ def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.Captu
                "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
                "windows, fp8": ["--kv-dtype", "fp8"], "states, fp8": ["--kv-dtype", "fp8"],
                "gemma4, fp8": ["--kv-dtype", "fp8"], "gemma4, int4": ["--weights", "int4"],
-               "reselection": ["--reselect-every", "40"], "heads": ["--heads", heads],
-               "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
-               "heads, KV re-selection": ["--heads", heads, "--reselect-every", "40"],
+               "heads": ["--heads", heads], "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
                "int8": ["--weights", "int8"], "int4": ["--weights", "int4"],
                "bf16 under fp32": ["--dtype", "float32", "--weights", "bfloat16"]}  # fmt: skip
     arguments = ["plan", str(folder), "--json", "--budget", str(SLOTS), "--max-model-len", str(LENGTH)]

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.stand_ins import random_weights
-from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig, ReselectionConfig
+from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
 from snapstream.exec.rows import Rows
 from snapstream.exec.runner import DecodeBatches, ModelRunner
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kv import layout
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.kv.spec import Full, KVSpec
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
@@ -50,8 +51,16 @@ def test_other_rows_and_a_row_with_another_owner_are_another_batch() -> None:
 budgets = st.builds(KVBudget, num_sink=st.integers(0, 5), num_topk=st.integers(0, 7), num_recent=st.integers(1, 7))
 
 
-def admit(rows: Rows, row: int, prompt_len: int, next_position: int, budget: KVBudget) -> None:
-    rows.admit(torch.tensor([row]), torch.tensor([rows.entry(prompt_len, next_position, budget)]))
+ONE_LAYER = KVSpec(layers=(Full(num_kv_heads=1, key_dim=2, value_dim=2),), num_heads=1)
+
+
+def slots_and_lengths(rows: Rows, batch: torch.Tensor) -> tuple[list[int], list[int]]:
+    (places,) = rows.places(batch, ONE_LAYER)
+    return places.slots.tolist(), places.lengths.tolist()
+
+
+def admit(rows: Rows, row: int, prompt_len: int, budget: KVBudget) -> None:
+    rows.admit(torch.tensor([row]), torch.tensor([rows.entry(prompt_len, budget)]))
 
 
 @settings(max_examples=200, deadline=None)
@@ -59,10 +68,10 @@ def admit(rows: Rows, row: int, prompt_len: int, next_position: int, budget: KVB
 def test_slots_and_lengths_follow_the_layout(owners: list[tuple[KVBudget, int]], fed: int) -> None:
     rows = Rows(3, "cpu")
     for row, (budget, prompt_len) in enumerate(owners):
-        admit(rows, row, prompt_len, prompt_len, budget)
+        admit(rows, row, prompt_len, budget)
     batch = torch.tensor([2, 0, 1])
     for step in range(fed):
-        slots, lengths = rows.slots(batch).tolist(), rows.lengths(batch).tolist()
+        slots, lengths = slots_and_lengths(rows, batch)
         for i, row in enumerate(batch.tolist()):
             budget, prompt_len = owners[row]
             ordinal = prompt_len + step
@@ -76,26 +85,25 @@ def test_slots_and_lengths_follow_the_layout(owners: list[tuple[KVBudget, int]],
 def test_a_step_leaves_other_rows_alone() -> None:
     rows = Rows(2, "cpu")
     budget = KVBudget(num_sink=1, num_topk=2, num_recent=3)
-    admit(rows, 0, 10, 12, budget)
-    admit(rows, 1, 4, 4, budget)
+    admit(rows, 0, 10, budget)
+    admit(rows, 1, 4, budget)
     rows.advance(torch.tensor([0]), torch.tensor([5]))
     assert rows.num_tokens.tolist() == [11, 4, 0]
-    assert rows.next_position.tolist() == [13, 4, 0]  # positions go on where a row was set back
+    assert rows.last_token.tolist() == [5, 0, 0]
 
 
 def test_the_padding_row_may_stand_more_than_once() -> None:
     rows = Rows(1, "cpu")
     batch = torch.tensor([1, 1, 1])
     for _ in range(5):
-        assert all(0 <= slot < 1 for slot in rows.slots(batch).tolist())
-        assert rows.lengths(batch).tolist() == [1, 1, 1]
+        assert slots_and_lengths(rows, batch) == ([0, 0, 0], [1, 1, 1])
         rows.advance(batch, torch.tensor([3, 3, 3]))
 
 
 def test_every_row_has_a_visible_slot_even_one_that_nobody_owns() -> None:
     """Kernels need a length of at least 1; unused entries of a batch point at the padding row."""
     rows = Rows(3, "cpu")
-    assert rows.lengths(torch.arange(4)).tolist() == [1, 1, 1, 1]
+    assert slots_and_lengths(rows, torch.arange(4))[1] == [1, 1, 1, 1]
 
 
 # What a prefill job refuses and reports; its results are compared in tests/parity.
@@ -215,10 +223,10 @@ class Parcels(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def runner_on(device: str, kv_dtype: KVDType = "auto", reselection: ReselectionConfig | None = None) -> ModelRunner:
+def runner_on(device: str, kv_dtype: KVDType = "auto") -> ModelRunner:
     config = EngineConfig(
         budget=BUDGET, max_model_len=64, max_rows=6, chunking=Chunking(chunk_len=64, short_len=64), short_reserve=64,
-        selector=SnapKV(observation_len=4), kv_dtype=kv_dtype, reselection=reselection,
+        selector=SnapKV(observation_len=4), kv_dtype=kv_dtype,
         prefill_attention="cpu" if device == "cpu" else "auto",  # by no trial
     )  # fmt: skip
     return ModelRunner(Decoder(NO_WAITING_MODEL, DecoderWeights.empty(NO_WAITING_MODEL, torch.float32, device)), config)
@@ -263,21 +271,3 @@ def test_parcels_do_not_grow_with_the_rows(rows: tuple[int, ...], kv_dtype: KVDT
     with Parcels() as decode:
         runner.submit(StepPlan(step_id=2, decode_rows=rows))
     assert decode.sent == 0, "they are the same"
-
-
-def test_a_reselection_sends_nothing() -> None:
-    """Numbers that the host knows go as arguments of launches: an index that is a list would be a parcel, and so would
-    a number that is assigned to one entry."""
-    runner = runner_on("cpu", reselection=ReselectionConfig(every=4, num_queries=4))
-    for tensor in runner.decoder.weights.stored().values():
-        tensor.fill_(0.1)
-    with Parcels() as finish:
-        runner.submit(prefill((0, 3, 5)))
-    assert finish.sent <= 5
-    lengths = []
-    for step in range(6):  # the row is full from the start; it is re-selected once four queries are there
-        with Parcels() as decode:
-            runner.submit(StepPlan(step_id=1 + step, decode_rows=(0, 3, 5)))
-        assert decode.sent == (step == 0)  # the row indices, which then stay the same
-        lengths.append(int(runner.rows.num_tokens[3]))
-    assert lengths[-1] < lengths[0]  # a re-selection sets the row back

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from evals.selectors import Variant
-from snapstream.config import KVBudget, KVDType, ModelConfig, ReselectionConfig
+from snapstream.config import KVBudget, KVDType, ModelConfig
 from snapstream.exec.rows import Rows
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
@@ -209,18 +209,11 @@ def test_a_window_holds_the_last_tokens_of_a_prompt(prompt_len: int, kv_dtype: K
 
 def test_places_of_the_next_token_by_layer() -> None:
     state = Rows(2, "cpu")
-    state.admit(torch.tensor([0, 1]), torch.tensor([[4, 4, 1, 6], [20, 20, 1, 6]]))
+    state.admit(torch.tensor([0, 1]), torch.tensor([[4, 1, 6], [20, 1, 6]]))
     first, full, last = state.places(torch.tensor([0, 1]), WINDOWS)
     assert first.slots.tolist() == [4, 0] and first.lengths.tolist() == [5, 5]
     assert full.slots.tolist() == [4, 1 + 19 % 5] and full.lengths.tolist() == [5, 6]
     assert last.slots.tolist() == [1, 2] and last.lengths.tolist() == [3, 3]
-
-
-def test_reselection_keeps_queries_and_a_vote_per_slot() -> None:
-    reselection = ReselectionConfig(every=4, num_queries=6)
-    assert GROUPED.reselection_bytes(reselection, 10) == 3 * (GROUPED.query_bytes(6) + 4 * 2 * 10)
-    assert GROUPED.reselection_work_bytes(reselection, 10) == 2 * GROUPED.staging_bytes(10)
-    assert GROUPED.reselection_bytes(None, 10) == GROUPED.reselection_work_bytes(None, 10) == 0
 
 
 @pytest.mark.parametrize("spec", [GROUPED, replace(LATENT, layers=(replace(LATENT.layers[0], expanded_dim=192),))])
@@ -285,7 +278,7 @@ def test_latents_are_stored_and_gathered_once(spec: KVSpec) -> None:
     torch.testing.assert_close(stored[0, :, 2:5], latents[:, :3], **error)
     torch.testing.assert_close(stored[2, :, :3], latents[:, index[0]], **error)
     assert not stored[1].any() and not cache.k.float()[0].any() and stored.isfinite().all()
-    keys, read = cache.tokens(1, 2, torch.tensor([0, 2]))
+    keys, read = (cache.slots(own, 1, 2)[:, :3].contiguous() for own in (cache.k, cache.v))
     assert torch.equal(read.view(torch.uint8), keys[..., :32].contiguous().view(torch.uint8))
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from evals.selectors import Random, Variant, as_variant
 from snapstream.assets import TINY_MODEL
-from snapstream.config import SELECTORS, KVBudget, ReselectionConfig, Selector, make_selector
+from snapstream.config import SELECTORS, KVBudget, Selector, make_selector
 from snapstream.kernels import reference
 from snapstream.kernels.interface import Kernels, bind
 from snapstream.kernels.pytorch import hop_scores, key_diversity, snapkv_scores
@@ -474,10 +474,9 @@ class Spread(Selector):
 
 @dataclass(frozen=True, kw_only=True)
 class Loudest(Selector):
-    """The longest keys, whoever asks; a full row re-selects by the same."""
+    """The longest keys, whoever asks."""
 
     name: ClassVar[str] = "loudest"
-    can_reselect: ClassVar[bool] = True
 
     def select(
         self, queries: Tensor, keys: Tensor, layer: int, candidates: range, num_topk: int, kernels: Kernels
@@ -523,23 +522,6 @@ def test_an_engine_and_a_request_name_a_selector_from_outside() -> None:
     assert [output.token_ids for output in (*both, streamed)] == [own.token_ids] * 3
     assert kept(default_on_it) == kept(default) != kept(own)
     assert default_on_it.token_ids == default.token_ids
-
-
-@pytest.mark.usefixtures("_registered")
-def test_a_selector_with_votes_reselects_and_one_without_is_refused() -> None:
-    reselection = ReselectionConfig(every=8, num_queries=8)
-    params = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, logprobs=0)
-    with LLM(TINY_MODEL, selector="loudest", reselection=reselection, **SETTINGS) as llm:  # type: ignore[arg-type]
-        (reselected,) = llm.generate([PROMPT], params)
-        with pytest.raises(ValueError, match="selector 'spread' cannot re-select, and this engine does"):
-            llm.generate([PROMPT], params, selector="spread")
-    with LLM(TINY_MODEL, selector="loudest", **SETTINGS) as llm:  # type: ignore[arg-type]
-        (plain,) = llm.generate([PROMPT], params)
-    # The ring wraps with the first token of the answer; from the eighth on a re-selected row sees other tokens.
-    assert reselected.logprobs and plain.logprobs and reselected.logprobs[:8] == plain.logprobs[:8]
-    assert reselected.logprobs != plain.logprobs
-    with pytest.raises(ValueError, match="'spread' cannot"):
-        LLM(TINY_MODEL, selector="spread", reselection=reselection, **SETTINGS)  # type: ignore[arg-type]
 
 
 def test_a_name_that_nobody_registered_is_refused_with_those_that_are_there() -> None:

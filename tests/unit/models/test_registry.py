@@ -636,7 +636,7 @@ def test_falcon_h1_has_slots_and_a_state_in_every_layer() -> None:
     )
     spec = KVSpec.of(model, "float32")
     state = 4 * (3 * (96 + 2 * 256) + 96 * 256)
-    assert spec.num_slot_layers == 2 and spec.state_bytes == 2 * state
+    assert len(spec.slot_layer_indices) == 2 and spec.state_bytes == 2 * state
     assert spec.row_bytes(100) == 2 * (100 * 4 * 2 * 2 * 8 + state)
     with pytest.raises(ValueError, match="needs Mamba-2 in all layers"):
         replace(model, recurrent_layers=(0,))

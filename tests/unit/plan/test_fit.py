@@ -16,7 +16,6 @@ from snapstream.config import (
     EngineOptions,
     KVBudget,
     ModelConfig,
-    ReselectionConfig,
     StoredWeights,
     make_selector,
 )
@@ -226,8 +225,7 @@ def test_plan_and_engine_have_one_rule(weights: Any, stored: Any, kind: Any, dty
 
 def test_rows_follow_weights_of_bf16_on_a_cpu() -> None:
     def rows(model: ModelConfig = MODEL, device: str = "cpu", **options: Any) -> str:
-        budget = KVBudget.of(48) if "reselection" in options else KVBudget.full(64)
-        return engine_config(model, EngineOptions(**options), budget, 64, device=device).kv_dtype
+        return engine_config(model, EngineOptions(**options), KVBudget.full(64), 64, device=device).kv_dtype
 
     assert rows() == rows(executor="eager") == rows(kv_dtype="bfloat16") == "bfloat16"
     assert rows(kv_dtype="float32") == "auto"  # those of the dtype
@@ -235,7 +233,6 @@ def test_rows_follow_weights_of_bf16_on_a_cpu() -> None:
     assert rows(weights="float32") == rows(weights="int8") == "auto"
     assert rows(replace(MODEL, stored=StoredWeights(dtype="float16"))) == "auto"
     assert rows(device="cuda", dtype="bfloat16") == rows(device="cuda", weights="bfloat16") == "auto"
-    assert rows(reselection=ReselectionConfig(every=8, num_queries=4)) == "auto"  # which reads rows of the dtype
     with pytest.raises(ValueError, match="kv_dtype is 'float32' and dtype 'bfloat16'"):
         rows(kv_dtype="float32", dtype="bfloat16")
 

@@ -20,7 +20,7 @@ from benchmarks.predictor import HOST_S, LINKS, PRODUCT_SHARE, READ_SHARE, Link,
 from benchmarks.published import DEEPSEEK_V3, MIXTRAL_8X7B, QWEN3_30B
 from snapstream.cli.__main__ import main
 from snapstream.cli.plan import print_plan
-from snapstream.config import EngineOptions, KVBudget, ModelConfig, ReselectionConfig, WeightFormats, make_selector
+from snapstream.config import EngineOptions, KVBudget, ModelConfig, WeightFormats, make_selector
 from snapstream.config.weights import StoredWeights, WeightFormat
 from snapstream.kernels.pytorch import CHUNK
 from snapstream.kv.cache import KVCache
@@ -268,12 +268,8 @@ def test_report_says_none_where_no_row_fits(llama_8b: ModelConfig) -> None:
     assert out.getvalue().count("none") == 2
 
 
-def test_reselection_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
+def test_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
     plain = plan_8b(llama_8b, budgets=[32_768])
-    rescored = plan_8b(llama_8b, budgets=[32_768], reselection=ReselectionConfig(num_queries=64))
-    own = 32 * (64 * 4096 * 2 + 4 * 8 * 32_768)  # layers; queries in bf16, a vote per slot and kv head in fp32
-    assert rescored.rows[1].row_bytes == plain.rows[1].row_bytes + own
-    assert rescored.rows[0] == plain.rows[0]  # a full row has nothing to choose
     hopped = plan_8b(llama_8b, budgets=[32_768], selector="hops")
     assert hopped.prefill.query_bytes == 131_072 * 4096 * 2
     assert hopped.prefill.total_bytes == plain.prefill.total_bytes + hopped.prefill.query_bytes
@@ -284,8 +280,6 @@ def test_reselection_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None
     print_plan(dataclasses.replace(hopped, draft=draft), Console(file=out, width=100))
     assert "1 GiB queries of one layer, for hops" in out.getvalue()
     assert "4 GiB of weights, 4 GiB at peak while it scores a text" in out.getvalue()
-    with pytest.raises(ValueError, match="a ring of 32 slots is too small for KV re-selection"):
-        plan_8b(llama_8b, budgets=[64], reselection=ReselectionConfig())
 
 
 def test_passages_that_look_ahead_together_are_held_together() -> None:

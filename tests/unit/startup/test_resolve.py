@@ -12,7 +12,7 @@ import pytest
 from benchmarks.published import DEEPSEEK_V3, QWEN3_30B
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.cli import main
-from snapstream.config import AutoCount, EngineConfig, EngineOptions, ReselectionConfig, Settings, WeightFormat
+from snapstream.config import AutoCount, EngineConfig, EngineOptions, Settings, WeightFormat
 from snapstream.config.kv import HeadProfile
 from snapstream.config.model import HeadSizes, LatentConfig
 from snapstream.config.values import format_bytes
@@ -89,18 +89,12 @@ def test_sliding_windows_are_slots_that_no_budget_changes() -> None:
     assert alone.describe_windows().endswith("no budget applies") and LLAMA_1B.describe_windows() == ""
     short = resolve(alone, replace(options, max_model_len=512), H100)
     assert engine_memory(alone, short).row_bytes == one_row[LLAMA_1B] / 16  # no sequence fills a window
-    asked = replace(options, reselection=ReselectionConfig(every=64))
-    assert resolve(half, asked, H100).reselection is not None
-    with pytest.raises(ValueError, match="reselection needs a budget with selected slots"):
-        resolve(alone, asked, H100)
     profile = HeadProfile(shares=((1 / 64,) * 8,) * 8, model="")
     heads = resolve(half, replace(options, heads=profile), H100).heads
     assert heads is not None and heads.topk[:8] == ((),) * 8 and heads.row_slots == 64 * 8192
     with pytest.raises(ValueError, match="all 16 layers of LlamaForCausalLM have sliding windows"):
         resolve(alone, replace(options, heads=profile), H100)
     uneven = replace(half, full_heads=HeadSizes(num_kv_heads=4, head_dim=128), window_rope=half.rope)
-    with pytest.raises(ValueError, match="KV re-selection is not supported for LlamaForCausalLM, whose layers differ"):
-        resolve(uneven, asked, H100)
     with pytest.raises(ValueError, match="per-head KV budgets are not supported for LlamaForCausalLM, whose layers"):
         resolve(uneven, replace(options, heads=profile), H100)
 
@@ -112,10 +106,10 @@ def test_auto_rows_have_a_bound_and_need_room_for_one() -> None:
 
 
 def test_what_is_taken_as_it_is_said_arrives() -> None:
-    said = {"reselection": ReselectionConfig(), "dtype": "float16", "prefill_attention": "sdpa_flash", "max_waiting": 5}
+    said = {"kv_dtype": "fp8", "dtype": "float16", "prefill_attention": "sdpa_flash", "max_waiting": 5}
     found = decided(**said)
     assert {name: getattr(found, name) for name in said} == said
-    assert {field.name for field in fields(Settings)} == said.keys() | {"kv_dtype"}  # which KV re-selection excludes
+    assert {field.name for field in fields(Settings)} == said.keys()
 
 
 def test_full_attention_is_a_row_of_the_context() -> None:

@@ -140,19 +140,17 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
 };
 
 struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]
-    int64_t *last_token, *num_tokens, *next_position, *ring_start, *capacity;
+    int64_t *last_token, *num_tokens, *ring_start, *capacity;
     int64_t* num_sampled;
-    const int64_t* behind;  // by how many tokens KV re-selections have set num_tokens back; windows go on
     // [L]: addresses of the keys and values of each layer, and of their scales, [rows + 1, G] or one per slot; or null.
     // Of a layer that shares the slots of another: that one's.
     const int64_t *keys, *values, *key_scales, *value_scales;
-    float* queries;                    // [L', rows + 1, kept, H, E] of the layers with slots, or null
+    float* queries;                    // [L, rows + 1, kept, H, E] of a draft, or null
     // [L]: C of the slots [rows + 1, G, C] that each layer attends to; of a sliding window C again, else 0.
     const int64_t *layer_slots, *windows;
     // With per-head budgets a row is [row_slots], else these are null. [L, rows + 1, G]: a head's first slot in its row;
-    // of the head's slots the end of the top-k region, and that of the ring which follows; and by how many tokens KV
-    // re-selections have set it back, or null.
-    const int64_t *head_starts, *head_ends, *head_capacities, *head_behind;
+    // of the head's slots the end of the top-k region, and that of the ring which follows.
+    const int64_t *head_starts, *head_ends, *head_capacities;
     // [L]: addresses of the states of recurrent layers, [rows + 1, K - 1, C] and [rows + 1, H, keys, values] fp32; or null
     const int64_t *conv_inputs, *memories;
     int64_t num_rows, slots, kept_queries, row_slots;  // slots: of the head that has most
@@ -179,7 +177,7 @@ struct Sampling {  // what is kept of rows, [rows + 1] or [rows + 1, a number of
     const bool* prompt_seen;
     int32_t* output_counts;
     const int32_t* allowed;
-    int64_t *num_sampled, *last_token, *num_tokens, *next_position;
+    int64_t *num_sampled, *last_token, *num_tokens;
     int64_t vocab, num_stop_ids, num_bias;
 };
 

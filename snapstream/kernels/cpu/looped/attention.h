@@ -12,19 +12,16 @@ struct Region {  // the slots of a kv head of a row: the first of them, those th
 
 inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // ../../../kv/layout.py
     const RowTable& rows = w.rows;
-    const int64_t row = w.step.rows[b], heads = w.model.parts[layer].kv_heads;
-    int64_t token = rows.num_tokens[row] + ahead_of(w, b), start = rows.ring_start[row], capacity = rows.capacity[row];
+    const int64_t row = w.step.rows[b], heads = w.model.parts[layer].kv_heads, token = position_of(w, b);
+    int64_t start = rows.ring_start[row], capacity = rows.capacity[row];
     int64_t first = (row * heads + kv_head) * rows.layer_slots[layer];
     if (rows.windows[layer]) {
         start = 0;
-        token += rows.behind[row];
         capacity = rows.windows[layer];
     } else if (rows.head_starts) {
         const int64_t place = (layer * rows.num_rows + row) * w.model.kv_heads + kv_head;
         first = row * rows.row_slots + rows.head_starts[place];
-        const int64_t behind = rows.head_behind ? rows.head_behind[place] : 0;
-        start = behind ? rows.head_ends[place] : std::min(start, rows.head_ends[place]);
-        token -= behind;
+        start = std::min(start, rows.head_ends[place]);
         capacity = rows.head_capacities[place];
     }
     const int64_t turn = token < start ? 0 : (token - start) % std::max<int64_t>(capacity - start, 1);
@@ -111,7 +108,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     if (const float stretch = query_scale(w, b); stretch != 1.0f)
         for (int64_t i = 0; i < group * size; ++i) q[i] *= stretch;
     if (rows.queries && part == 0) {
-        const int64_t kept = rows.next_position[row] % rows.kept_queries;
+        const int64_t kept = rows.num_tokens[row] % rows.kept_queries;
         const int64_t line = (place * rows.num_rows + row) * rows.kept_queries + kept;
         std::memcpy(rows.queries + (line * w.model.heads + kv_head * group) * size, q, group * size * 4);
     }

@@ -99,7 +99,7 @@ inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, i
     const int64_t row = w.step.rows[b], begin = part * PART, end = std::min(begin + PART, length(w, b));
     const float* queries = w.absorbed.queries + (b * w.model.heads + first_head) * latent_size(w);
     if (rows.queries && part == 0) {
-        const int64_t kept = rows.next_position[row] % rows.kept_queries;
+        const int64_t kept = rows.num_tokens[row] % rows.kept_queries;
         const int64_t place = (layer * rows.num_rows + row) * rows.kept_queries + kept;
         std::memcpy(rows.queries + (place * w.model.heads + first_head) * latent_size(w), queries,
                     count * latent_size(w) * 4);

@@ -165,7 +165,6 @@ class Drawer {
         if (!call_.feeds) return;
         s_.last_token[row] = std::max<int64_t>(token, 0);  // a row that draws none goes on until its end is noticed
         ++s_.num_tokens[row];
-        ++s_.next_position[row];
     }
 
   private:

@@ -65,12 +65,11 @@ int64_t token_of(Work& w, int64_t b) { return w.step.inputs ? w.step.inputs[b] :
 
 void embed(Work& w) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        const int64_t row = w.step.rows[b];
         embed_token(w, token_of(w, b), b * w.model.hidden);
         if (w.model.per_layer_dim)
             put_input(w.model.parts[0].per_layer_in, w.engine.embedded, Place(w.tokens, b),
                       w.engine.residual + b * w.model.hidden, 0, w.model.hidden);
-        const int64_t position = w.rows.next_position[row] + ahead_of(w, b);
+        const int64_t position = position_of(w, b);
         angles_of(w, position, false, w.engine.angles + b * w.model.head_dim);
         if (w.model.window_frequencies)
             angles_of(w, position, true, w.engine.angles + (w.step.batch + b) * w.model.head_dim);
@@ -146,7 +145,6 @@ void choose_tokens(Work& w) {
         const int64_t row = w.step.rows[b];
         w.rows.last_token[row] = is_finite ? best.token : 0;
         ++w.rows.num_tokens[row];
-        ++w.rows.next_position[row];
         ++w.rows.num_sampled[row];
     }
 }

@@ -49,11 +49,12 @@ struct Work {
 // Tokens of its row that are fed before it in this step.
 inline int64_t ahead_of(const Work& w, int64_t b) { return w.step.ahead ? w.step.ahead[b] : 0; }
 
+inline int64_t position_of(const Work& w, int64_t b) { return w.rows.num_tokens[w.step.rows[b]] + ahead_of(w, b); }
+
 // What the query of an entry is multiplied by for its position (reference: rope in ../../../models/decoder.py).
 inline float query_scale(const Work& w, int64_t b) {
     if (!w.model.scaled_from) return 1.0f;
-    const int64_t position = w.rows.next_position[w.step.rows[b]] + ahead_of(w, b);
-    return 1.0f + w.model.query_beta * std::log1p(static_cast<float>(position / w.model.scaled_from));
+    return 1.0f + w.model.query_beta * std::log1p(static_cast<float>(position_of(w, b) / w.model.scaled_from));
 }
 
 inline float norm_factor(const float* x, int64_t count, float eps) {
