@@ -17,6 +17,8 @@ def figures_of(name: str, found: dict[str, Any], new_tokens: int, want: dict[int
     for own in found["batches"]:
         batch, first, whole = own["batch"], min(own["first_s"]), min(own["all_s"])
         decode = whole - first
+        if batch == 1:  # both of one call
+            decode = min(end - begin for begin, end in zip(own["first_s"], own["all_s"], strict=True))
         line = {
             "engine": name,
             "batch": batch,

@@ -30,17 +30,19 @@ def start(job: Job, most: int) -> Generate:
     server = xllamacpp.Server(params)
     pool = ThreadPoolExecutor(most)
 
-    def one(prompt: list[int], num_new: int) -> list[int]:
+    def one(prompt: list[int], num_new: int) -> tuple[list[int], float]:
         answer: Any = server.handle_completions(
             {"prompt": prompt, "n_predict": num_new, "temperature": 0.0, "top_k": 1, "ignore_eos": True,
              "cache_prompt": False}
         )  # fmt: skip
         if "choices" not in answer:
             raise RuntimeError(f"llama.cpp answered {answer}")
-        return [int(number) for number in re.findall(r"w(\d+)", answer["choices"][0]["text"])]  # words of gguf_file.py
+        words = re.findall(r"w(\d+)", answer["choices"][0]["text"])  # of gguf_file.py
+        return [int(number) for number in words], answer["timings"]["prompt_ms"] / 1e3
 
-    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
-        return list(pool.map(lambda prompt: one(prompt, num_new), prompts))
+    def generate(prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
+        answers = list(pool.map(lambda prompt: one(prompt, num_new), prompts))
+        return [tokens for tokens, _ in answers], answers[0][1]
 
     return generate
 

@@ -29,9 +29,9 @@ def start(job: Job, most: int) -> Generate:
         progress=False,
     )
 
-    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
-        params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True)
-        return [output.token_ids for output in llm.generate(prompts, params)]
+    def generate(prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True))
+        return [output.token_ids for output in outputs], outputs[0].timings.first_token_ms / 1e3
 
     return generate
 

@@ -23,12 +23,13 @@ def start(job: Job, most: int) -> Generate:
         max_model_len=job.prompt_len + job.new_tokens,
         max_num_seqs=most,
         enable_prefix_caching=False,
+        disable_log_stats=False,  # they have the time of the first token
     )
 
-    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
         params = SamplingParams(max_tokens=num_new, temperature=0.0, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        return [list(output.outputs[0].token_ids) for output in outputs], outputs[0].metrics.first_token_latency
 
     return generate
 

@@ -1,8 +1,10 @@
 """What an engine does in its own process: the same prompts in every engine, and the seconds of each call.
 
-The module of an engine calls ``main`` with a function that makes its ``Generate``. Time is measured around whole calls,
-for one new token and for all of them: the difference is decode alone, whatever an engine does inside. Every call has
-prompts that no call had before, so that no cache of prompts helps. Standard library only.
+The module of an engine calls ``main`` with a function that makes its ``Generate``. Time is measured around whole calls.
+Decode alone is, of several prompts, a call for all tokens less a call for one, whatever an engine does inside; of one
+prompt it begins with the first token of the same call, by the engine's own clock, since behind a long prompt two calls
+differ by more than the answer takes. Every call has prompts that no call had before, so that no cache of prompts helps.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
-# Prompts as token ids, and how many greedy tokens each shall have: the new tokens of each, if the engine says them.
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+# Prompts as token ids, and how many greedy tokens each shall have: the new tokens of each, and the seconds from the
+# call to the first token of a prompt.
+Generate = Callable[[list[list[int]], int], tuple[list[list[int]], float]]
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,19 @@ def prompts_of(job: Job, batch: int, turn: int) -> list[list[int]]:
 
 
 def measure(generate: Generate, job: Job, batch: int) -> dict[str, Any]:
-    """Seconds of every call, and the tokens of the first one with all tokens."""
+    """Seconds until every first token and of every call, and the tokens of the first one with all tokens."""
     generate(prompts_of(job, batch, 0), 2)  # compiles, starts threads
     first_s: list[float] = []
     all_s: list[float] = []
     tokens = None
     for repeat in range(job.repeats):
-        for num_new, seconds in ((1, first_s), (job.new_tokens, all_s)):
+        for num_new in (1, job.new_tokens)[batch == 1 :]:
             prompts = prompts_of(job, batch, 1 + 2 * repeat + (num_new > 1))
             began = perf_counter()
-            found = generate(prompts, num_new)
-            seconds.append(perf_counter() - began)
+            found, first = generate(prompts, num_new)
+            (first_s if num_new == 1 else all_s).append(perf_counter() - began)
+            if batch == 1:
+                first_s.append(first)
             short = [answer for answer in found if len(answer) != num_new]
             if short:
                 raise RuntimeError(f"{len(short)} of {batch} answers have not {num_new} tokens but {len(short[0])}")

@@ -121,28 +121,31 @@ JOB = Job(folder="", option="", threads=1, vocab_size=1024, prompt_len=9, new_to
 def test_no_call_sees_the_prompts_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def generate(prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    def generate(prompts: list[list[int]], num_new: int) -> tuple[list[list[int]], float]:
         assert all(len(prompt) == 9 and min(prompt) >= 3 and max(prompt) < 1024 for prompt in prompts)
         seen.extend(map(str, prompts))
-        return [[7] * num_new for _ in prompts]
+        return [[7] * num_new for _ in prompts], 0.25
 
     for batch in JOB.batches:
         found = work.measure(generate, JOB, batch)
         assert len(found["first_s"]) == len(found["all_s"]) == 2 and found["tokens"] == [[7] * 4] * batch
-    assert len(set(seen)) == len(seen) == 5 + 10
+        assert batch > 1 or found["first_s"] == [0.25, 0.25], "of one row, by the engine's clock"
+    assert len(set(seen)) == len(seen) == 3 + 10
     assert prompts_of(JOB, 2, 1) == prompts_of(JOB, 2, 1)
     with pytest.raises(RuntimeError, match="1 of 1 answers have not 4 tokens but 1"):
-        work.measure(lambda prompts, num_new: [[7]], JOB, 1)
+        work.measure(lambda prompts, num_new: ([[7]], 0.0), JOB, 1)
 
 
 def test_decode_is_what_the_other_tokens_take() -> None:
     tokens = [[1, 2, 3, 4], [5, 6, 7, 8]]
     found = {"batches": [{"batch": 2, "first_s": [0.5, 0.3], "all_s": [0.9, 1.0], "tokens": tokens},
-                         {"batch": 4, "first_s": [0.5], "all_s": [0.4], "tokens": []}]}  # fmt: skip
-    first, second = figures_of("x", found, 4, {2: [[1, 2, 3, 9], [5, 6, 7, 8]]})
+                         {"batch": 4, "first_s": [0.5], "all_s": [0.4], "tokens": []},
+                         {"batch": 1, "first_s": [0.7, 0.4], "all_s": [1.0, 0.9], "tokens": []}]}  # fmt: skip
+    first, second, one = figures_of("x", found, 4, {2: [[1, 2, 3, 9], [5, 6, 7, 8]]})
     assert first == {"engine": "x", "batch": 2, "first_token_s": 0.3, "output_tokens_per_s": round(8 / 0.9, 1),
                      "decode_tokens_per_s": 10.0, "same_tokens": 0.875}  # fmt: skip
     assert second["decode_tokens_per_s"] is None and "same_tokens" not in second
+    assert one["decode_tokens_per_s"] == 10.0 and one["first_token_s"] == 0.4, "begin and end of one call"
 
 
 def test_arms_take_turns_and_what_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +181,7 @@ def test_a_hybrids_file_is_its_checkpoint(tmp_path: Path) -> None:
         for path in (tmp_path, tmp_path / "model.gguf")
     ]
     prompts = prompts_of(JOB, 2, 0)
-    assert generate[0](prompts, 4) == generate[1](prompts, 4)
+    assert generate[0](prompts, 4)[0] == generate[1](prompts, 4)[0]
 
 
 @pytest.mark.slow
@@ -206,7 +209,7 @@ def test_a_job_goes_through_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def start(job: Job, most: int) -> work.Generate:
         started.append((job, most))
-        return lambda prompts, num_new: [[0] * num_new for _ in prompts]
+        return lambda prompts, num_new: ([[0] * num_new for _ in prompts], 0.0)
 
     work.main(start, lambda: {"x": "1"})
     assert started == [(JOB, 2)]
