@@ -282,6 +282,8 @@ class DeltaNet:
     value_dim: int
     kernel: int  # tokens of the convolution
     gate_rank: int = 0
+    most_beta: float = 1.0  # by which the sigmoid of beta is multiplied; 2: negative eigenvalues (arXiv 2411.12537)
+    norm_eps: float | None = None  # of the norms of outputs; None: rms_norm_eps
 
     def __post_init__(self) -> None:
         check(0 <= self.gate_rank <= MAX_DIM, f"gate_rank is {self.gate_rank}; it must be 0 to {MAX_DIM}")
@@ -421,6 +423,7 @@ class ModelConfig:
     has_fused_experts: bool = False  # the checkpoint has all experts of a layer in one tensor
     has_transposed_experts: bool = False  # and the matrices in it transposed (Qwen3-VL)
     norms: LayerNorms = LayerNorms()
+    recurrent_norms: LayerNorms | None = None  # of recurrent layers, where they differ (OLMo hybrid)
     # Attention and MLP read the same norm of the residual stream, and both outputs are added to it (Cohere).
     is_parallel: bool = False
     # The mean of a token's numbers is taken off the residual stream: an RMSNorm of it is then a LayerNorm without bias.
@@ -485,7 +488,7 @@ class ModelConfig:
         if self.recurrent_layers:
             check(self.recurrent is not None, "recurrent_layers needs recurrent")
             check(
-                self.norms.has_inputs and not self.is_parallel and not self.is_centered,
+                (self.recurrent_norms or self.norms).has_inputs and not self.is_parallel and not self.is_centered,
                 "recurrent layers without norms of inputs, with a parallel MLP or with LayerNorm are not supported",
             )
         if self.has_parallel_recurrence:

@@ -58,11 +58,9 @@ from snapstream.models.recurrent import in_scales
 from snapstream.models.rope import Rope
 from snapstream.models.weights import LayerWeights
 
-_VECTORS = (
-    "input_norm", "attention_out_norm", "final_norm", "sinks", "per_layer_in_norm",
-)  # fmt: skip
+_VECTORS = "final_norm", "sinks", "per_layer_in_norm"
 # Of a layer, by names as in abi.h.
-_LAYER_VECTORS = "q_norm", "k_norm", "mlp_out_norm", "per_layer_norm"
+_LAYER_VECTORS = "q_norm", "k_norm", "input_norm", "attention_out_norm", "mlp_out_norm", "per_layer_norm"
 _MATRICES = (
     "per_layer_in", "per_layer_gate", "per_layer_out", "experts_gate_up", "experts_down", "shared_gate_up",
     "shared_down", "q_a", "q", "kv_a",
@@ -132,7 +130,6 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         scaled_from=0 if config.length_scale is None else config.length_scale.original,
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
         **{name: address(vectors.get(name)) for name in _VECTORS},
-        post_norm=address(vectors.get("post_norm" if config.mlp_layers is None else "input_norm")),
     )  # fmt: skip
     model.kept = rope, window_rope, rotated, recurrent, kinds, parts, turned
     return model
@@ -142,6 +139,7 @@ def _layer_parts(decoder: Decoder, turned: Sequence[Tensor | None]) -> Iterator[
     """Of every layer; a view of a stack's layer lies where the stack does. ``turned``: of each its ``turned_scale``."""
     config, group = decoder.shard, decoder.group
     recurrent = {DeltaNet: "delta", Mamba2: "mamba"}.get(type(config.recurrent), "conv")
+    second = "input_norm" if config.is_parallel or config.mlp_layers is not None else "post_norm"
     for index in range(config.num_layers):
         weights, (kv_heads, head_dim) = decoder.weights.layer(index), config.heads_of(index)
         biases = {
@@ -159,7 +157,7 @@ def _layer_parts(decoder: Decoder, turned: Sequence[Tensor | None]) -> Iterator[
             scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
             per_layer_table=_layer_stack(weights, "embed_per_layer"),
             **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
-            turned_scale=address(turned[index]),
+            turned_scale=address(turned[index]), post_norm=address(weights.optional(second)),
             **{name: address(weights.optional(name)) for name in _LAYER_VECTORS},
         )  # fmt: skip
 
@@ -230,6 +228,7 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
     net, vectors = config.recurrent, weights.vectors
     taps = vectors["conv_kernel"][:, :, 0].transpose(1, 2).contiguous()  # [L', K, C]
     given: dict[str, Tensor | None]
+    sizes: dict[str, float]
     if isinstance(net, DeltaNet):
         given = {
             "gates": weights.matrices["delta_gates"].dense(), "rate": -vectors["delta_decay"].exp(),
@@ -240,6 +239,7 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
                 given[name] = weights.matrices[f"delta_{name}"].dense()
         names = "key_heads", "value_heads", "key_dim", "value_dim", "gate_rank"
         sizes = {name: getattr(net, name) for name in names}
+        sizes |= {"most_beta": net.most_beta, "eps": net.norm_eps or config.rms_norm_eps}
     elif isinstance(net, Mamba2):
         given = {
             "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors.get("mamba_norm"),

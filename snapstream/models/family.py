@@ -48,6 +48,7 @@ class Recipe(TypedDict, total=False):
     has_fused_qkv: bool  # checkpoints have q | k | v in one tensor
     has_fused_gate_up: bool
     norms: LayerNorms
+    recurrent_norms: LayerNorms  # of recurrent layers, where they differ
     is_parallel: bool  # attention and MLP read one norm
     is_centered: bool  # norms are LayerNorms without bias
     norm_offset: float

@@ -1,11 +1,12 @@
-"""OLMo 2 and 3, and EXAONE 4: norms after attention and MLP instead of before. No torch."""
+"""OLMo 2, 3 and hybrid, and EXAONE 4: norms after attention and MLP instead of before. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from snapstream.config.model import LayerNorms
-from snapstream.models.config_json import Settings
+from snapstream.config import ModelConfig
+from snapstream.config.model import DeltaNet, LayerNorms
+from snapstream.models.config_json import Settings, flag, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
@@ -15,6 +16,8 @@ from snapstream.models.family import (
     ropes_by_kind,
     windows_by_type,
 )
+from snapstream.models.qwen_next import ATTENTION, LINEAR, delta_net, delta_tensors
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
 _NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _OLMO3_THETA = 500000.0
@@ -33,6 +36,51 @@ def _olmo3(settings: Settings) -> Recipe:
     if not windows:
         ropes.pop("window_rope")
     return {**_olmo2(settings), **windows, **ropes}
+
+
+def _hybrid_settings(settings: Settings) -> Settings:
+    """Sizes of recurrent layers follow from those of attention; a null rope_theta: no rotary embedding."""
+    heads, count = whole_number(settings, "num_attention_heads"), num_layers(settings)
+    types = [ATTENTION if layer % 4 == 3 or layer == count - 1 < 3 else LINEAR for layer in range(count)]
+    found = {"layer_types": types, "linear_num_key_heads": heads, "linear_num_value_heads": heads}
+    found = {**settings, **{name: own for name, own in found.items() if settings.get(name) is None}}
+    if found.get("linear_key_head_dim") is None:
+        key_heads = max(whole_number(found, "linear_num_key_heads"), 1)
+        found["linear_key_head_dim"] = int(0.75 * whole_number(found, "hidden_size") / key_heads)
+    if found.get("linear_value_head_dim") is None:
+        found["linear_value_head_dim"] = 2 * whole_number(found, "linear_key_head_dim")
+    if rope_settings(found)["rope_theta"] is None:
+        found |= {"rope_theta": 10000.0, "rope_parameters": None, "rope_scaling": None, "is_rotated": False}
+    return found
+
+
+def _hybrid(settings: Settings) -> Recipe:
+    """Recurrent layers have norms before both parts, and an epsilon of their own, as transformers has it."""
+    net = replace(
+        delta_net(settings), most_beta=2.0 if flag(settings, "linear_allow_neg_eigval") else 1.0, norm_eps=1e-5
+    )
+    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
+    recipe = _olmo2(settings)
+    if not settings.get("is_rotated", True):
+        recipe["rotated_layers"] = (False,) * num_layers(settings)
+    own: Recipe = {"recurrent": net, "recurrent_layers": layers, "recurrent_norms": LayerNorms()}
+    return {**recipe, **own} if layers else recipe
+
+
+def _hybrid_tensors(config: ModelConfig) -> TensorSpecs:
+    net, specs = config.recurrent, {**decoder_tensors(config), **delta_tensors(config)}
+    if not isinstance(net, DeltaNet):
+        return specs
+    keys, size = net.key_size, net.channels
+    mixed = {"q": (slice(keys),), "k": (slice(keys, 2 * keys),), "v": (slice(2 * keys, size),)}
+    for role, name, parts in (
+        ("delta_in", "proj", {**mixed, "g": (slice(size, None),)}),
+        ("conv_kernel", "conv1d", mixed),
+    ):
+        own = {f"linear_attn.{part}_{name}.weight": place for part, place in parts.items()}
+        specs[role] = replace(specs[role], parts=own, segments={})
+    names = {"in_proj_b": "b_proj", "in_proj_a": "a_proj", "attn.norm": "attn.o_norm", "out_proj": "o_proj"}
+    return renamed(specs, names)
 
 
 def _exaone4(settings: Settings) -> Recipe:
@@ -62,6 +110,16 @@ OLMO2 = Family(defaults=_DEFAULTS, recipe=_olmo2)
 OLMO3 = Family(
     defaults={**_DEFAULTS, "rope_theta": _OLMO3_THETA, "sliding_window": 4096}, recipe=_olmo3,
     refusals=refuse_absent_window, has_windows=True, has_rope_by_kind=True,
+)  # fmt: skip
+OLMO_HYBRID = Family(
+    defaults={
+        "bos_token_id": None, "eos_token_id": 100257, "linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4,
+    },
+    rewrite=_hybrid_settings,
+    recipe=_hybrid,
+    tensors=_hybrid_tensors,
+    other_layer_types=(LINEAR,),
+    aliases={"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"},
 )  # fmt: skip
 EXAONE4 = Family(
     defaults={

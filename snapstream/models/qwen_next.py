@@ -25,20 +25,23 @@ def _rewrite(settings: Settings) -> Settings:
     return found
 
 
-def _recipe(settings: Settings) -> Recipe:
-    net = DeltaNet(
+def delta_net(settings: Settings) -> DeltaNet:
+    return DeltaNet(
         key_heads=whole_number(settings, "linear_num_key_heads"),
         value_heads=whole_number(settings, "linear_num_value_heads"),
         key_dim=whole_number(settings, "linear_key_head_dim"),
         value_dim=whole_number(settings, "linear_value_head_dim"),
         kernel=whole_number(settings, "linear_conv_kernel_dim"),
     )
+
+
+def _recipe(settings: Settings) -> Recipe:
     layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
     recipe: Recipe = {
         **attention_biases(settings), "qk_norm": True, "norm_offset": 1.0,
         "gate_dim": whole_number(settings, "head_dim"),
     }  # fmt: skip
-    return {**recipe, "recurrent": net, "recurrent_layers": layers} if layers else recipe
+    return {**recipe, "recurrent": delta_net(settings), "recurrent_layers": layers} if layers else recipe
 
 
 def _moe_recipe(settings: Settings) -> Recipe:
@@ -55,11 +58,11 @@ def _moe_recipe(settings: Settings) -> Recipe:
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
-    specs = {**decoder_tensors(config), **_delta_tensors(config)}
+    specs = {**decoder_tensors(config), **delta_tensors(config)}
     return renamed(specs, {"mlp.shared_experts.": "mlp.shared_expert."})
 
 
-def _delta_tensors(config: ModelConfig) -> TensorSpecs:
+def delta_tensors(config: ModelConfig) -> TensorSpecs:
     """``delta_in`` projects to queries, keys, values and the gates z of outputs; ``delta_gates`` to beta and decay."""
     net, hidden = config.recurrent, config.hidden_size
     if not isinstance(net, DeltaNet):

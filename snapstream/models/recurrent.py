@@ -61,6 +61,7 @@ class DeltaNetLayer(DenseLayer):
         self._in, self._gates = weights.matrix("delta_in"), weights.matrix("delta_gates")
         self._o, self._o_bias = weights.matrix("delta_out"), None
         self._taps, self._out_norm = _taps(weights), weights.vector("delta_norm")
+        self._norm_eps = self._net.norm_eps or self._eps
         self._rate = -weights.vector("delta_decay").exp().flatten()  # [H] fp32
         self._step = weights.vector("delta_step")  # [H], of KDA [H K]
         self._decay_up, self._gate_up = (weights.matrices.get(f"delta_{name}_up") for name in ("decay", "gate"))
@@ -75,14 +76,15 @@ class DeltaNetLayer(DenseLayer):
         if self._decay_up is not None:
             decays, z = z.chunk(2, dim=1)
             gates = torch.cat((gates, self._decay_up.multiply(decays.contiguous(), None, self._kernels)), dim=1)
-        out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur, self._recur_rows)
+        of_rows = self._recur_rows if self._net.most_beta == 1.0 else None  # kernels know no other
+        out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur, of_rows)
         z = view.outputs(z)
         if self._gate_up is None:
             gate = F.silu(z.to(torch.float32))
         else:
             gate = self._gate_up.multiply(z.contiguous(), None, self._kernels).to(torch.float32).sigmoid()
         heads = out.view(-1, self._net.value_heads, self._net.value_dim)
-        normed = self._kernels.rms_norm(heads.to(x.dtype).flatten(0, 1), self._out_norm, self._eps).view_as(heads)
+        normed = self._kernels.rms_norm(heads.to(x.dtype).flatten(0, 1), self._out_norm, self._norm_eps).view_as(heads)
         return (normed * gate.reshape(heads.shape)).to(x.dtype)
 
     def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
@@ -99,8 +101,8 @@ class DeltaNetLayer(DenseLayer):
         step, rate = F.softplus(a + self._step), self._rate
         if net.gate_rank:
             step, rate = step.unflatten(-1, (net.value_heads, net.key_dim)), rate[:, None]
-        decay = rate * step
-        return self._kernels.gated_delta(q, k, v, decay, b.sigmoid(), states["memory"]).flatten(2)
+        decay, beta = rate * step, self._net.most_beta * b.sigmoid()
+        return self._kernels.gated_delta(q, k, v, decay, beta, states["memory"]).flatten(2)
 
     def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         """A ``RowsRecurrence``."""

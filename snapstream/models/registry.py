@@ -76,7 +76,7 @@ from snapstream.models.mixtures import (
     OLMOE,
 )
 from snapstream.models.nemotron import NEMOTRON_H
-from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO2, OLMO3
+from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO2, OLMO3, OLMO_HYBRID
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from snapstream.models.qwen_next import (
@@ -172,6 +172,7 @@ FAMILIES: Registry[Family] = Registry(
         "NemotronHForCausalLM": NEMOTRON_H,
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": OLMO3,
+        "OlmoHybridForCausalLM": OLMO_HYBRID,
         "Phi3ForCausalLM": PHI3,
     },
 )

@@ -156,10 +156,18 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
         shape = (config.own_vocab, hidden)
         return TensorSpec(shape=shape, parts={name: ()}, per_layer=False, shard_dim=0, is_padded=True)
 
-    names = dict(zip(("input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"), config.norms, strict=True))
+    names = "input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"
+    norms: dict[str, TensorSpec] = {}
+    kinds = ((config.norms, None),) if config.recurrent_norms is None else (
+        (config.norms, config.attention_layers), (config.recurrent_norms, config.recurrent_layers),
+    )  # fmt: skip
+    for own, layers in kinds:
+        for name, part in zip(names, own, strict=True):
+            if part is not None:
+                norms[name] = replace(norm(config, hidden, f"{part}.weight"), layers=layers)
     specs = {
         "embed": table("model.embed_tokens.weight"),
-        **{name: norm(config, hidden, f"{part}.weight") for name, part in names.items() if part is not None},
+        **norms,
         "final_norm": replace(norm(config, hidden, "model.norm.weight"), per_layer=False),
     }
     if config.norms_experts_alone and config.moe is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB = 199
 SIZES: dict[str, Any] = {
@@ -139,6 +140,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
              "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
              "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
                                 "original_max_position_embeddings": 64}}},
+    ),
+    "olmo-hybrid": (  # keys of other sizes than values, beta up to 2
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 12},
+    ),
+    "olmo-hybrid-nope": (  # published: without rotary embedding
+        "OlmoHybridConfig",
+        {"num_hidden_layers": 3, "linear_allow_neg_eigval": False, "linear_value_head_dim": 20,
+         "linear_key_head_dim": 24, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
     "exaone4": ("Exaone4Config", {"sliding_window": 33, "sliding_window_pattern": 2, "num_key_value_heads": 1}),
     "gemma2": (  # caps that scores and logits reach
@@ -552,7 +563,7 @@ ARCHITECTURES |= {
 }
 
 
-HYBRIDS = ("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear", "falcon")
+HYBRIDS = ("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear", "falcon", "olmo-hybrid")
 RECURRENT = [name for name in ARCHITECTURES if name.startswith(HYBRIDS)]
 
 
@@ -595,6 +606,15 @@ def randomise_corrections(model: Any) -> None:
 def save(model: Any, folder: Path) -> Path:
     """Write a checkpoint folder."""
     model.save_pretrained(folder)
+    if model.config.model_type == "olmo_hybrid":  # published: a kernel for each of q, k, v; transformers saves thirds
+        file, own = folder / "model.safetensors", model.config
+        tensors, keys = load_file(file), own.linear_num_key_heads * own.linear_key_head_dim
+        for first in [name for name in tensors if ".q_conv1d." in name]:
+            names = [first.replace(".q_", f".{kind}_") for kind in "qkv"]
+            kernel = torch.cat([tensors[name] for name in names])
+            parts = kernel.split((keys, keys, len(kernel) - 2 * keys))
+            tensors |= {name: part.clone() for name, part in zip(names, parts, strict=True)}
+        save_file(tensors, file, {"format": "pt"})
     return folder
 
 

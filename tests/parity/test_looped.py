@@ -104,6 +104,7 @@ OTHERS = (
     "Lfm",
     "Qwen3Next",
     "Qwen3_5",
+    "OlmoHybrid",
 )  # mixtures and latents: tests/parity/test_looped_rows.py
 DENSE = [name for name, (config, _) in ARCHITECTURES.items() if not any(kind in config for kind in OTHERS)]
 

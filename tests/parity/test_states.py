@@ -169,6 +169,7 @@ def test_a_native_scan_is_the_reference(seed: int) -> None:
         "nemotron-3",
         "kimi-linear",
         "kimi-linear-48b",
+        "olmo-hybrid",
     ],
 )
 def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) -> None:
@@ -252,7 +253,7 @@ STORE = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8, snapshot_l
 STORED: dict[str, Any] = {**SETTINGS, "selector": SnapKV(observation_len=4), "budget": 48, "chunk_len": 24}
 
 
-@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "lfm3", "qwen3.5", "nemotron-3", "kimi-linear"])
+@pytest.mark.parametrize("name", ["lfm2", "lfm2-moe", "lfm3", "qwen3.5", "nemotron-3", "kimi-linear", "olmo-hybrid"])
 def test_a_hit_begins_at_a_snapshot_and_answers_as_a_cold_prefill(name: str, tmp_path: Path) -> None:
     """A further turn, the same prompt again, other ends of a prompt, several samples; alone and together."""
     folder = save(make_model(name), tmp_path)

@@ -456,7 +456,7 @@ def test_refusals_of_interpreted_recurrences() -> None:
 TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}
 FEW_LAYERS: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    **dict.fromkeys(("qwen3.5", "granite-hybrid", "kimi-linear"), TWO_LAYERS),
+    **dict.fromkeys(("qwen3.5", "granite-hybrid", "kimi-linear", "olmo-hybrid"), TWO_LAYERS),
 }
 
 

@@ -388,6 +388,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "rope_theta": 250000, "sliding_window": None, "vocab_size": 100352},
         14_659_507_200,
     ),
+    "Olmo-Hybrid-7B": (  # as transformers' config class
+        {"architectures": ["OlmoHybridForCausalLM"], "hidden_size": 3840, "intermediate_size": 11008,
+         "max_position_embeddings": 65536, "num_attention_heads": 30, "num_hidden_layers": 32,
+         "vocab_size": 100352},
+        7_430_870_688,
+    ),
     "Olmo-3-7B-Instruct": (
         {"architectures": ["Olmo3ForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
          "max_position_embeddings": 65536, "num_attention_heads": 32, "num_hidden_layers": 32,
@@ -1045,7 +1051,7 @@ TEXT = {"num_hidden_layers": 2, "num_experts": 4}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma3nForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
      "image inputs .a vision tower., sliding-window attention layers"),
-    ("OlmoHybridForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
+    ("OlmoNextForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
     ("Qwen9ForConditionalGeneration",
      {"vision_config": {"a": 1}, "text_config": {"layer_types": ["linear_attention", "full_attention"], **TEXT}},
      "image inputs .*'linear_attention'"),
@@ -1149,6 +1155,9 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"layer_types": ["linear_attention", *["full_attention"] * (settings["num_hidden_layers"] - 1)],
                      "mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 24, "mamba_d_conv": 3,
                      "mamba_conv_bias": False, "mamba_proj_bias": True, "shared_intermediate_size": 40}  # fmt: skip
+    if architecture == "OlmoHybridForCausalLM":
+        settings |= {"layer_types": ["linear_attention"] * 4 + ["full_attention"], "linear_allow_neg_eigval": False}
+        settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]  # whatever the file says
     if architecture == "KimiLinearForCausalLM":
         settings |= {
             "linear_head_dim": 24,

@@ -36,7 +36,8 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
     const float* turned_scale;                                  // [E]: of queries and keys once rotated, or null
-    const float* mlp_out_norm;                                  // [D]: of what MLP or experts add; or null
+    // [D]: before each part, and of its output before it is added; or null. Parts that read one norm both have it.
+    const float *input_norm, *attention_out_norm, *post_norm, *mlp_out_norm;
     int64_t kv_heads, head_dim, inner;
     int64_t source;           // the layer whose slots it attends to: itself, or one that shares them with it
     int64_t values_are_keys;  // as projected
@@ -87,6 +88,7 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     int64_t projected, mixed;  // rows of recurrent_in; columns of recurrent_out
     const float* in_scales;    // [projected]: what it projects is multiplied by; or null
     float out_multiplier;    // of what out gives, in layers that have attention too
+    float most_beta, eps;    // of gated DeltaNet: what a sigmoid is times; of the norms of outputs
 };
 
 struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)
@@ -101,12 +103,10 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     // [L]: the kinds of a layer's parts, and its places in the stacks of those kinds; its matrices.
     const int64_t *mixers, *mixer_places, *mlps, *mlp_places;
     const LayerParts* parts;
-    int64_t is_single;  // layers have one part each, and input_norm and post_norm are the same
+    int64_t is_single;  // layers have one part each
     Stack embed, head;
-    const float *input_norm, *post_norm;                        // [L, D], or both null
-    const float* attention_out_norm;                            // [L, D]: of outputs before they are added; or null
     const float* final_norm;                                    // [D]
-    int64_t is_parallel;  // attention and MLP read input_norm, and both outputs are added; post_norm is null
+    int64_t is_parallel;  // attention and MLP read one norm, and both outputs are added
     int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
     int64_t norms_values;                                       // each head of v, without weights

@@ -194,18 +194,18 @@ inline float shared_share(Work& w, int64_t layer, const float* x) {
 }
 
 inline void norm_tokens(Work& w, int64_t layer) {
-    const float* weight = (w.model.is_parallel ? w.model.input_norm : w.model.post_norm) + layer * w.model.hidden;
+    const LayerParts& own = w.model.parts[layer];
     const int64_t wide = padded(w.model.hidden);
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle_stream(w, turn_before_mlp(w, layer), b, norm_of_layer(w, w.model.attention_out_norm, layer), 1.0f);
+        settle_stream(w, turn_before_mlp(w, layer), b, own.attention_out_norm, 1.0f);
         const float* from = w.engine.residual + b * w.model.hidden;
         const float factor = norm_factor(from, w.model.hidden, w.model.eps);
         float* to = w.routed.normed + b * wide;
-        for (int64_t i = 0; i < w.model.hidden; ++i) to[i] = from[i] * factor * weight[i];
+        for (int64_t i = 0; i < w.model.hidden; ++i) to[i] = from[i] * factor * own.post_norm[i];
         std::fill(to + w.model.hidden, to + wide, 0.0f);
         if (w.moe.shared_gate) w.routed.shared_share[b] = shared_share(w, layer, to);
         if (w.moe.shared_inner)
-            put_input(w.model.parts[layer].shared_gate_up, w.routed.packed, Place(w.tokens, b), to, 0, w.model.hidden);
+            put_input(own.shared_gate_up, w.routed.packed, Place(w.tokens, b), to, 0, w.model.hidden);
     });
 }
 

@@ -190,7 +190,7 @@ inline void delta_rule(float* state, int64_t keys, int64_t values, const float* 
 
 // Of the normed input of a layer with a row of its gates.
 inline float gate_logit(const Work& w, int64_t layer, int64_t b, const float* row) {
-    const float *x = w.engine.residual + b * w.model.hidden, *norm = norm_of_layer(w, w.model.input_norm, layer);
+    const float *x = w.engine.residual + b * w.model.hidden, *norm = w.model.parts[layer].input_norm;
     vec sum = {};
     for (int64_t i = 0; i < w.model.hidden; i += W) {
         const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
@@ -251,7 +251,7 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
     float* kept = ahead_of(w, b) ? kept_of_draft(w, layer, b) + own.channels : nullptr;
     for (int64_t i = 0; i < each; ++i) {
         const int64_t value_head = head * each + i, at = place * own.value_heads + value_head;
-        const float beta = 1.0f / (1.0f + std::exp(-gate_logit(w, layer, b, gates + value_head * hidden)));
+        const float beta = own.most_beta / (1.0f + std::exp(-gate_logit(w, layer, b, gates + value_head * hidden)));
         float *found = out + i * values, *state = memory + i * keys * values, *own_v = v + i * values;
         const float* z = x + own.channels + value_head * values;
         if (kept) kept[value_head] = beta;
@@ -274,7 +274,7 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
             if (kept) kept[own.value_heads + value_head] = decay;
             delta_rule<false>(state, keys, values, q, k, &decay, nullptr, beta, own_v, found);
         }
-        const float factor = norm_factor(found, values, w.model.eps), *norm = own.norm + place * values;
+        const float factor = norm_factor(found, values, own.eps), *norm = own.norm + place * values;
         for_columns(values, [&](int64_t j, int64_t some) {
             const vec gate = load_some(z + j, some), up = rank ? all(1.0f) : gate;
             store_some(found + j, load_some(found + j, some) * factor * load_some(norm + j, some) *
@@ -449,7 +449,7 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
     const auto bias_of = [&](const float* all, int64_t rows) { return all ? all + place_of(w, layer) * rows : nullptr; };
     switch (stage) {
         case 0:
-            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), parts.recurrent_in, turn_before(w, layer),
+            return norm_input(w, parts.input_norm, parts.recurrent_in, turn_before(w, layer),
                               layer ? w.model.parts[layer - 1].mlp_out_norm : nullptr);
         case 1: return project(w, parts.recurrent_in, bias_of(own.in_bias, own.projected), w.engine.mixed, nullptr, 1.0f,
                                own.in_scales);
@@ -463,7 +463,7 @@ inline void recurrent_stage(Work& w, int64_t layer, int64_t stage) {
                 delta_head(w, layer, b, head, memory);
             });
         default:
-            return add_product(w, parts.recurrent_out, bias_of(own.out_bias, w.model.hidden),
+            return add_product(w, parts.recurrent_out, bias_of(own.out_bias, w.model.hidden), parts.attention_out_norm,
                                turn_of(w, layer, AFTER_ATTENTION), own.out_multiplier);
     }
 }

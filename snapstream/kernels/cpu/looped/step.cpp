@@ -159,13 +159,14 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& own = w.model.parts[layer];
     switch (stage) {
         case 0:
-            return norm_input(w, norm_of_layer(w, w.model.input_norm, layer), own.qkv, turn_before(w, layer),
+            return norm_input(w, own.input_norm, own.qkv, turn_before(w, layer),
                               layer ? last_norm(w, layer - 1) : nullptr,
                               layer ? w.model.parts[layer - 1].scalar : 1.0f, rest_of(own));
         case 1: return project_heads(w, own);
         case 2: return attend_rows(w, layer);
         default:
-            return add_product(w, own.o, own.o_bias, turn_of(w, layer, AFTER_ATTENTION), w.model.attention_multiplier);
+            return add_product(w, own.o, own.o_bias, own.attention_out_norm, turn_of(w, layer, AFTER_ATTENTION),
+                               w.model.attention_multiplier);
     }
 }
 
@@ -175,7 +176,7 @@ void both_stage(Work& w, int64_t layer, int64_t stage) {
     attention_stage(w, layer, stage);
     if (stage == 0) return;
     w.end_part();
-    if (stage == 1) pack_normed(w, norm_of_layer(w, w.model.input_norm, layer), w.model.parts[layer].recurrent_in);
+    if (stage == 1) pack_normed(w, w.model.parts[layer].input_norm, w.model.parts[layer].recurrent_in);
     else attention_stage(w, layer, 3);
     w.end_part();
     recurrent_stage(w, layer, stage);
@@ -187,7 +188,7 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
     if (is_direct && stage > 2) stage += 2;
     switch (stage) {
         case 0:
-            return norm_input(w, w.model.input_norm + layer * w.model.hidden, own.kv_a, turn_before(w, layer),
+            return norm_input(w, own.input_norm, own.kv_a, turn_before(w, layer),
                               layer ? last_norm(w, layer - 1) : nullptr);
         case 1: return project(w, own.kv_a, nullptr, w.absorbed.kept);
         case 2: return is_direct ? project(w, own.q, nullptr, w.absorbed.wide) : project(w, own.q_a, nullptr, w.absorbed.narrow);
@@ -196,7 +197,7 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
         case 5: return absorb(w, layer);
         case 6: return attend_latents(w, layer);
         case 7: return expand_values(w, layer);
-        default: return add_product(w, own.o, nullptr, AFTER_ATTENTION);
+        default: return add_product(w, own.o, nullptr, own.attention_out_norm, AFTER_ATTENTION);
     }
 }
 
@@ -206,14 +207,12 @@ void mlp_stage(Work& w, int64_t layer, int64_t stage) {
     if (stage == 3 && is_beside_mlp(w.model)) return project(w, own.down, own.down_bias, w.engine.beside, packed);
     switch (stage) {
         case 0:
-            return norm_input(w, norm_of_layer(w, w.model.is_parallel ? w.model.input_norm : w.model.post_norm, layer),
-                              own.gate_up, turn_before_mlp(w, layer),
-                              norm_of_layer(w, w.model.attention_out_norm, layer));
+            return norm_input(w, own.post_norm, own.gate_up, turn_before_mlp(w, layer), own.attention_out_norm);
         case 1: return expand_tokens(w, layer);
         case 2: return activate_mlp(w, layer);
         default:
-            return add_product(w, own.down, own.down_bias, turn_of(w, layer, AFTER_MLP), w.model.mlp_multiplier,
-                               packed);
+            return add_product(w, own.down, own.down_bias, own.mlp_out_norm, turn_of(w, layer, AFTER_MLP),
+                               w.model.mlp_multiplier, packed);
     }
 }
 
@@ -247,7 +246,7 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
                     store(out + i, gated(load_some(gates + at, some), load_some(embedded + at, some)));
                 }
             });
-        default: return add_product(w, own.per_layer_out, nullptr, AFTER_MLP);
+        default: return add_product(w, own.per_layer_out, nullptr, own.per_layer_norm, AFTER_MLP);
     }
 }
 

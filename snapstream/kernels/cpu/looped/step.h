@@ -108,11 +108,6 @@ inline Turn turn_before_mlp(const Work& w, int64_t layer) {
     return w.model.is_single ? turn_before(w, layer) : AFTER_ATTENTION;
 }
 
-// Of a stack of norms [L, D], or null.
-inline const float* norm_of_layer(const Work& w, const float* norms, int64_t layer) {
-    return norms ? norms + layer * w.model.hidden : nullptr;
-}
-
 // This rank's partial sum, [B, D].
 inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
 
@@ -166,12 +161,13 @@ inline void project_heads(Work& w, const LayerParts& own) {
     }, rest_of(own));
 }
 
-// Times `share` to the residual stream, or to where `settle` takes it from.
-inline void add_product(Work& w, const Stack& stack, const float* bias, Turn turn, float share = 1.0f,
-                        const float* packed = nullptr) {
+// Times `share` to the residual stream, or to where `settle` takes it from, which norms it with `out_norm` unless that is
+// null.
+inline void add_product(Work& w, const Stack& stack, const float* bias, const float* out_norm, Turn turn,
+                        float share = 1.0f, const float* packed = nullptr) {
     const float multiplier = w.model.residual_multiplier * share;
     if (!w.ranks.is_alone()) return project(w, stack, bias, own_part(w, turn), packed, multiplier);
-    if (w.model.attention_out_norm) return project(w, stack, bias, w.engine.outputs, packed);
+    if (out_norm) return project(w, stack, bias, w.engine.outputs, packed);
     if (w.model.is_parallel && turn == AFTER_ATTENTION)
         return project(w, stack, bias, w.engine.outputs, packed, multiplier);
     product(w, stack, packed, [&](int64_t first, int64_t count, const float* sums) {
