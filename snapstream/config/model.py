@@ -527,8 +527,8 @@ class ModelConfig:
         check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
         self._check_layer_sizes()
         check(
-            self.multipliers.residual == 1.0 or not self.norms.has_outputs,
-            "a multiplier of the residual stream with norms of outputs is not supported",
+            self.multipliers.residual == 1.0 or not self.norms.has_outputs or self.moe is None,
+            "a multiplier of the residual stream with norms of outputs of experts is not supported",
         )
         ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
         check(

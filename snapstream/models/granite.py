@@ -1,5 +1,5 @@
 """Granite (IBM): a Llama with multipliers, with experts, with windows and learned sinks, and Granite 4.0 with Mamba-2
-and experts with a shared MLP. No torch.
+and experts with a shared MLP; Bamba; HyperCLOVA X, which has Granite's multipliers. No torch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from snapstream.config import ModelConfig, RopeConfig
-from snapstream.config.model import Mamba2, MoEConfig, Multipliers
+from snapstream.config.model import LayerNorms, Mamba2, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -49,6 +49,24 @@ def _multipliers(settings: Settings) -> Recipe:
 
 def _granite(settings: Settings) -> Recipe:
     return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), **_multipliers(settings)}
+
+
+def _hyperclova(settings: Settings) -> Recipe:
+    """Logits are multiplied, not divided; of layers maybe also the outputs have norms."""
+    recipe = _granite(settings)
+    recipe["multipliers"] = replace(recipe["multipliers"], logits=number(settings, "logits_scaling", above=0.0))
+    if flag(settings, "use_post_norm"):
+        recipe["norms"] = LayerNorms("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")
+    return recipe
+
+
+def _hyperclova_settings(settings: Settings) -> Settings:
+    """``attention_multiplier`` is 1 / sqrt(E) unless given."""
+    if settings.get("attention_multiplier") is not None:
+        return settings
+    heads = whole_number(settings, "num_attention_heads")
+    head_dim = whole_number(settings, "head_dim", whole_number(settings, "hidden_size") // max(heads, 1))
+    return {**settings, "attention_multiplier": max(head_dim, 1) ** -0.5}
 
 
 def _experts(settings: Settings) -> Recipe:
@@ -154,6 +172,27 @@ def _hybrid(settings: Settings) -> Recipe:
     recipe = _moe(settings)
     if settings["position_embedding_type"] != "rope":
         recipe["rotated_layers"] = (False,) * num_layers(settings)
+    return _with_mamba(settings, recipe)
+
+
+def _bamba_settings(settings: Settings) -> Settings:
+    """Half of a head is rotated unless rope_parameters says otherwise."""
+    indices, count = settings.get("attn_layer_indices") or (), num_layers(settings)
+    types = [ATTENTION if layer in indices else MAMBA for layer in range(count)]
+    return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
+
+
+def _bamba(settings: Settings) -> Recipe:
+    norms = LayerNorms(before_mlp="pre_ff_layernorm")
+    return _with_mamba(settings, {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), "norms": norms})
+
+
+def _bamba_tensors(config: ModelConfig) -> TensorSpecs:
+    names = {"mlp.": "feed_forward.", "model.norm.": "model.final_layernorm."}
+    return renamed({**decoder_tensors(config), **mamba_tensors(config, "mamba")}, names)
+
+
+def _with_mamba(settings: Settings, recipe: Recipe) -> Recipe:
     layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == MAMBA)
     return {**recipe, "recurrent": _mamba2(settings), "recurrent_layers": layers} if layers else recipe
 
@@ -208,6 +247,11 @@ _DEFAULTS: Settings = {
     "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_bias": False,
 }  # fmt: skip
 GRANITE = Family(defaults={**_DEFAULTS, "mlp_bias": False}, recipe=_granite)
+HYPERCLOVA_X = Family(
+    defaults={**GRANITE.defaults, "attention_multiplier": None, "use_post_norm": True},
+    rewrite=_hyperclova_settings,
+    recipe=_hyperclova,
+)
 GRANITE_SWA = Family(
     defaults={
         **_DEFAULTS, "mlp_bias": False, "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "bos_token_id": 100257,
@@ -250,4 +294,17 @@ GRANITE_HYBRID = Family(
     tensors=_tensors,
     other_layer_types=(MAMBA,),
     has_experts=True,
+)  # fmt: skip
+BAMBA = Family(
+    defaults={
+        "bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_n_heads": 128,
+        "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_conv_bias": True, "mamba_proj_bias": False,
+    },
+    rewrite=_bamba_settings,
+    recipe=_bamba,
+    refusals=_refusals,
+    tensors=_bamba_tensors,
+    other_layer_types=(MAMBA,),
+    is_partly_rotated=True,
 )  # fmt: skip

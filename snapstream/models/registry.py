@@ -46,7 +46,15 @@ from snapstream.models.gemma import (
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SOLAR_OPEN
 from snapstream.models.gpt_oss import GPT_OSS
-from snapstream.models.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SWA, GRANITE_SWA
+from snapstream.models.granite import (
+    BAMBA,
+    GRANITE,
+    GRANITE_HYBRID,
+    GRANITE_MOE,
+    GRANITE_MOE_SWA,
+    GRANITE_SWA,
+    HYPERCLOVA_X,
+)
 from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE, LFM2_TEXT_PART, LFM3, LFM3_TEXT_PART
 from snapstream.models.llama import (
@@ -163,6 +171,8 @@ FAMILIES: Registry[Family] = Registry(
         "Lfm2VlForConditionalGeneration": LFM2_TEXT_PART,
         "Lfm3VlForConditionalGeneration": LFM3_TEXT_PART,
         "FalconH1ForCausalLM": FALCON_H1,
+        "BambaForCausalLM": BAMBA,
+        "HyperCLOVAXForCausalLM": HYPERCLOVA_X,
         "GraniteForCausalLM": GRANITE,
         "GraniteSWAForCausalLM": GRANITE_SWA,
         "GraniteMoeForCausalLM": GRANITE_MOE,

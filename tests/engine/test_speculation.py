@@ -51,7 +51,7 @@ MODELS = [
     "qwen3", "llama-dynamic", "mistral-window", "qwen2-windows", "smollm3", "mixtral", "deepseek-v3", "gpt-oss",
     "gemma2", "gemma3", "olmo3", "lfm2", "lfm2-moe", "lfm3", "qwen3-next", "qwen3.5", "granite-hybrid",
     "granite-hybrid-moe", "nemotron-h", "nemotron-3", "kimi-linear", "falcon-h1", "falcon-h1-norm",
-    "olmo-hybrid",
+    "olmo-hybrid", "bamba",
 ]  # fmt: skip
 
 

@@ -95,6 +95,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "GraniteConfig",
         {**GRANITE, "attention_bias": True, "mlp_bias": True, "num_attention_heads": 6, "tie_word_embeddings": True},
     ),
+    "hyperclova-x": (  # norms of outputs, times a multiplier
+        "HyperCLOVAXConfig",
+        {**GRANITE, "num_attention_heads": 6, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    ),
     "granite-swa": (  # a base of rope for each kind of layers, or none
         "GraniteSWAConfig",
         {**GRANITE, "sliding_window": 21, "num_hidden_layers": 6, "num_attention_heads": 6, "mlp_bias": True,
@@ -260,6 +264,12 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**MAMBA, "num_hidden_layers": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24,
          "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
          "mamba_conv_bias": False, "mamba_proj_bias": True, "tie_word_embeddings": True},
+    ),
+    "bamba": (  # half of a head rotated
+        "BambaConfig",
+        {"num_hidden_layers": 4, "attn_layer_indices": [1, 2], "num_key_value_heads": 1, "mamba_n_heads": 6,
+         "mamba_expand": 3, "mamba_d_state": 20, "mamba_n_groups": 2, "mamba_d_conv": 3, "mamba_chunk_size": 16,
+         "attention_bias": True, "mlp_bias": True},
     ),
     "falcon-h1": (  # attention and Mamba-2 side by side, all multipliers
         "FalconH1Config",
@@ -563,7 +573,17 @@ ARCHITECTURES |= {
 }
 
 
-HYBRIDS = ("lfm", "qwen3-next", "qwen3.5", "granite-hybrid", "nemotron", "kimi-linear", "falcon", "olmo-hybrid")
+HYBRIDS = (
+    "lfm",
+    "qwen3-next",
+    "qwen3.5",
+    "granite-hybrid",
+    "nemotron",
+    "kimi-linear",
+    "falcon",
+    "olmo-hybrid",
+    "bamba",
+)
 RECURRENT = [name for name in ARCHITECTURES if name.startswith(HYBRIDS)]
 
 

@@ -105,6 +105,7 @@ OTHERS = (
     "Qwen3Next",
     "Qwen3_5",
     "OlmoHybrid",
+    "Bamba",
 )  # mixtures and latents: tests/parity/test_looped_rows.py
 DENSE = [name for name, (config, _) in ARCHITECTURES.items() if not any(kind in config for kind in OTHERS)]
 

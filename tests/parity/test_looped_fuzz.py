@@ -98,6 +98,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
     part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
+    part = 0.5 if architecture.startswith("Bamba") else part
     if architecture == "InternLM3ForCausalLM":
         found["attention_bias"] = found["mlp_bias"]
     if "kv_lora_rank" in family.defaults:
@@ -131,6 +132,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found |= {"rope_scaling": None, "layer_rope_theta": [
             random.choice([0.0, 1e4 if layer % 4 else 5e4]) for layer in range(layers)]}  # fmt: skip
         rope = None
+    if architecture.startswith("HyperCLOVA"):
+        found |= {"attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 2.0,
+                  "embedding_multiplier": 3.0, "use_post_norm": random.random() < 0.7}  # fmt: skip
     if architecture.startswith("Gemma4"):
         found |= draw_gemma4(random, size, heads)
     if architecture.startswith("Falcon"):
@@ -139,8 +143,11 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         found |= draw_recurrent(random, size, family.other_layer_types[0], layers)
         if architecture.startswith("Lfm3"):
             found |= draw_lfm3(random, found)
-        if architecture.startswith("Granite"):
+        if architecture.startswith(("Bamba", "Granite")):
             found |= draw_mamba(random, size, found["hidden_size"])
+            found["attn_layer_indices"] = [
+                at for at, kind in enumerate(found["layer_types"]) if kind != "linear_attention"
+            ]
         if architecture.startswith("Kimi"):
             found |= {"linear_num_heads": (count := size.any(1, 4)), "tie_word_embeddings": False,
                       "linear_head_dim": size.inputs(140, times=count)}  # fmt: skip

@@ -170,6 +170,7 @@ def test_a_native_scan_is_the_reference(seed: int) -> None:
         "kimi-linear",
         "kimi-linear-48b",
         "olmo-hybrid",
+        "bamba",
     ],
 )
 def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) -> None:

@@ -566,6 +566,17 @@ DEFAULTS: dict[str, tuple[dict[str, Any], int]] = {
          "max_position_embeddings": 8192, "num_attention_heads": 64, "num_hidden_layers": 40, "vocab_size": 256000},
         190_004_928_512,
     ),
+    "Bamba-9.8b-2.2T": (  # its layers of attention as published
+        {"architectures": ["BambaForCausalLM"], "attn_layer_indices": [9, 18, 27], "hidden_size": 4096,
+         "intermediate_size": 14336, "max_position_embeddings": 262144, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "vocab_size": 128000},
+        9_808_584_064,
+    ),
+    "HyperCLOVAXConfig": (
+        {"architectures": ["HyperCLOVAXForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008,
+         "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000},
+        6_738_677_760,
+    ),
     "AfmoeConfig": (
         {"architectures": ["AfmoeForCausalLM"], "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
          "max_position_embeddings": 16384, "moe_intermediate_size": 1408, "num_attention_heads": 16,
@@ -1158,6 +1169,11 @@ def other_values(architecture: str) -> dict[str, Any]:
     if architecture == "OlmoHybridForCausalLM":
         settings |= {"layer_types": ["linear_attention"] * 4 + ["full_attention"], "linear_allow_neg_eigval": False}
         settings["head_dim"] = settings["hidden_size"] // settings["num_attention_heads"]  # whatever the file says
+    if architecture == "BambaForCausalLM":
+        settings |= {"attn_layer_indices": [1, 4], "mamba_n_heads": 32, "mamba_n_groups": 4, "mamba_d_state": 24,
+                     "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True}  # fmt: skip
+    if architecture == "HyperCLOVAXForCausalLM":
+        settings["use_post_norm"] = False
     if architecture == "KimiLinearForCausalLM":
         settings |= {
             "linear_head_dim": 24,

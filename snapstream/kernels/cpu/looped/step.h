@@ -90,7 +90,7 @@ inline void settle(Work& w, Turn turn, int64_t b, const float* out_norm = nullpt
     float *x = w.engine.residual + first, *own = out_norm ? w.engine.outputs + first : x;
     if (!w.ranks.is_alone()) sum_parts(w, turn, b, out_norm ? nullptr : x, own);
     if (!out_norm) return;
-    const float factor = norm_factor(own, size, w.model.eps);
+    const float factor = w.model.residual_multiplier * norm_factor(own, size, w.model.eps);
     for (int64_t i = 0; i < size; ++i) x[i] += own[i] * factor * out_norm[i];
 }
 
@@ -165,7 +165,7 @@ inline void project_heads(Work& w, const LayerParts& own) {
 // null.
 inline void add_product(Work& w, const Stack& stack, const float* bias, const float* out_norm, Turn turn,
                         float share = 1.0f, const float* packed = nullptr) {
-    const float multiplier = w.model.residual_multiplier * share;
+    const float multiplier = out_norm ? 1.0f : w.model.residual_multiplier * share;
     if (!w.ranks.is_alone()) return project(w, stack, bias, own_part(w, turn), packed, multiplier);
     if (out_norm) return project(w, stack, bias, w.engine.outputs, packed);
     if (w.model.is_parallel && turn == AFTER_ATTENTION)
