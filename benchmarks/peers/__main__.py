@@ -9,7 +9,7 @@
 Weights are fp32 of a Qwen3 shape, or of a hybrid with recurrent layers (``--shape lfm2-100m``); an arm's format rounds
 them. *First token* is a call for one new token: prefill, and what an engine does around it; of one row it is the time
 until a call for all tokens has the first. *Decode* is what the other tokens take: of several rows a call for all, less
-a call for one, of prompts of the same lengths; of one row what follows its first token. The shortest of each kind counts.
+a call for one, of prompts of the same lengths; of one row what follows its first token. The shortest of each counts.
 Our arms have a full cache, so nothing is lost to a budget; ``same_tokens`` is the share of greedy tokens that are those
 of transformers in fp32; ``read_share``, of one row, is what weights of the arm's width read at that rate take of the
 measured bandwidth, without keys and values. An arm that is not installed or fails is left out, and the result says why.
