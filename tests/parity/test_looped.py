@@ -65,7 +65,7 @@ def params() -> list[SamplingParams]:
         SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
         SamplingParams(max_tokens=17, temperature=0.9, seed=1, ignore_eos=True),
         SamplingParams(max_tokens=14, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=11, temperature=0.8, top_p=0.8, top_k=20, seed=2, ignore_eos=True),
+        SamplingParams(max_tokens=11, temperature=0.8, top_p=0.8, top_k=20, seed=7, ignore_eos=True),
         SamplingParams(max_tokens=8, temperature=0.7, frequency_penalty=1.0, seed=3, ignore_eos=True),
         SamplingParams(max_tokens=16, temperature=0.0, logprobs=2, ignore_eos=True),
         SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True),
