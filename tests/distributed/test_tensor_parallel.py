@@ -101,6 +101,7 @@ def check(pool: Pool, asked: Asked, tolerance: float = TOLERANCE) -> None:
 DENSE = (
     "llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases", "ernie", "granite", "exaone4",
     "gemma2-panels", "gemma3-panels", "cohere2-panels", "ministral3-halves", "granite-swa", "arcee", "glm",
+    "hyperclova-x",
 )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
 
 
 HYBRIDS = ("lfm2", "lfm2-all", "lfm2-moe", "lfm3", "granite-hybrid", "qwen3.5", "qwen3-next", "nemotron-h",
-           "nemotron-3", "falcon-h1-norm")  # fmt: skip
+           "nemotron-3", "falcon-h1-norm", "bamba")  # fmt: skip
 STATES_TOLERANCE = 1e-4  # a gated delta rule amplifies rounding
 
 
