@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 from snapstream.config.values import check
@@ -388,6 +390,28 @@ class Mamba2:
 Recurrent = ShortConv | DeltaNet | Mamba2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUp:
+    """Several residual streams of a token, of which layers compute the first and update the others by it (AltUp, Baykal
+    et al., arXiv 2301.13310), with a low-rank branch beside attention (LAuReL, arXiv 2411.07501) and cut gates (Spark
+    Transformer, arXiv 2506.06644), as in Gemma 3n.
+    """
+
+    num_streams: int
+    laurel_rank: int  # numbers of a token in the low-rank branch
+    sparsities: tuple[float, ...]  # by layer, the share of the gates of its MLP that are cut if they are normal
+
+    def __post_init__(self) -> None:
+        check(2 <= self.num_streams <= 16, f"{self.num_streams} residual streams are not supported; 2 to 16 are")
+        check(1 <= self.laurel_rank <= MAX_DIM, f"laurel_rank is {self.laurel_rank}; it must be 1 to {MAX_DIM}")
+        for share in self.sparsities:
+            check(0.0 <= share < 1.0, f"activation sparsity is {share}; it must be >= 0 and < 1")
+
+    def deviations(self, layer: int) -> float:
+        """How many standard deviations above the mean of a layer's gates so many normal ones are cut."""
+        return NormalDist().inv_cdf(share) if (share := self.sparsities[layer]) else -math.inf
+
+
 def _check_split(what: str, count: int, num_ranks: int) -> None:
     check(count % num_ranks == 0, f"{count} {what} cannot be split over {num_ranks} ranks")
 
@@ -439,6 +463,8 @@ class ModelConfig:
     has_value_norm: bool = False  # RMSNorm without weights over each head of v
     has_unscaled_scores: bool = False  # products of queries and keys are not divided by sqrt(E)
     per_layer_dim: int = 0  # numbers of a token that are embedded for each layer (Gemma 4); 0: none
+    per_layer_lines: int = 0  # of the tables of these embeddings, behind which token ids have the first; 0: V
+    altup: AltUp | None = None
     has_layer_scalars: bool = False  # a layer's output is multiplied by a stored number
     has_wide_mlps: bool = False  # the MLP of layers that share keys and values has twice intermediate_size
     logit_cap: float | None = None  # c of c tanh(logits / c)
@@ -624,6 +650,11 @@ class ModelConfig:
                 self.norms.has_outputs and self.norms.has_inputs and not self.is_parallel and not self.is_centered,
                 "embeddings per layer and scalars of layers need norms before and after attention and MLP",
             )
+        if (altup := self.altup) is not None:
+            is_alone = not self.has_layer_scalars and self.moe is None and not self.mlp_bias
+            check(bool(self.per_layer_dim) and is_alone, "residual streams need embeddings per layer and plain MLPs")
+            count = len(altup.sparsities)
+            check(count == self.num_layers, f"activation sparsity is given for {count} of {self.num_layers} layers")
         check(
             self.per_layer_dim % 32 == 0,
             f"embeddings per layer have {self.per_layer_dim} numbers; it must be a multiple of 32",
@@ -632,6 +663,11 @@ class ModelConfig:
             cap = getattr(self, name)
             check(cap is None or cap > 0, f"{name} is {cap}; it must be over 0")
         check(self.score_cap is None or self.latent is None, "a cap of attention scores with latents is not supported")
+
+    @property
+    def stream_size(self) -> int:
+        """Numbers of a token between layers: D, of each residual stream."""
+        return self.hidden_size * (1 if self.altup is None else self.altup.num_streams)
 
     @property
     def has_uneven_layers(self) -> bool:

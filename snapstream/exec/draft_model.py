@@ -76,7 +76,7 @@ class DraftModel:
         decode = make_decode(parts)
         assert isinstance(decode, Verifier)  # others are refused
         self.decode: VerifyingStep = decode
-        size = decoder.config.hidden_size
+        size = decoder.config.stream_size
         self._buffers = StagingBuffers(spec, size, config.pool_tokens, decoder.dtype, self._device)
         self._chunk_len, self._read_len = config.chunking.chunk_len, config.pool_tokens
         self._attention = choose("auto", Case.of_model(self._device, decoder.dtype, decoder.shard))

@@ -209,7 +209,8 @@ _LOOPED_TENSORS = frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "
-    "mlp_part_norm experts_norm experts_part_norm router_scale expert_scale "
+    "streams_in streams_out stream_router stream_router_norm stream_prediction stream_correction stream_scale "
+    "laurel_in laurel_out laurel_norm mlp_part_norm experts_norm experts_part_norm router_scale expert_scale "
     "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
     "delta_step delta_norm delta_out delta_decay_up delta_gate_up "
     "mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
@@ -325,6 +326,9 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     gate_up = (1 + model.has_gate) * model.widest_inner if model.dense_layers else 0
     if model.per_layer_dim:
         wide += _padded(model.hidden_size)  # packed embeddings
+    if (altup := model.altup) is not None:
+        wide += model.hidden_size + model.stream_size + altup.laurel_rank  # of both branches, and the streams
+        widest = max(widest, altup.laurel_rank + _ALIGN)
     if model.moe is not None and model.moe.is_beside_mlp:
         wide += model.hidden_size + _padded(model.hidden_size)  # what the MLP gave, and what the router reads
     return wide + projected + max(gate_up, 2 * model.per_layer_dim) + widest + angles + parts

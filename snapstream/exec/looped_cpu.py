@@ -9,6 +9,7 @@ eager's but for rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, byref
@@ -51,7 +52,7 @@ from snapstream.kernels.cpu.looped.library import (
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import bias_of_sum, expert_bias_of_sum, turned_scale
+from snapstream.models.layers import bias_of_sum, expert_bias_of_sum, stream_router, turned_scale
 from snapstream.models.matrix import JoinedMatrix, MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.recurrent import in_scales
@@ -60,10 +61,13 @@ from snapstream.models.weights import LayerWeights
 
 _VECTORS = "final_norm", "sinks", "per_layer_in_norm"
 # Of a layer, by names as in abi.h.
-_LAYER_VECTORS = "q_norm", "k_norm", "input_norm", "attention_out_norm", "mlp_out_norm", "per_layer_norm"
+_LAYER_VECTORS = (
+    "q_norm", "k_norm", "input_norm", "attention_out_norm", "mlp_out_norm", "per_layer_norm", "laurel_norm",
+    "stream_prediction", "stream_correction", "stream_scale",
+)  # fmt: skip
 _MATRICES = (
     "per_layer_in", "per_layer_gate", "per_layer_out", "experts_gate_up", "experts_down", "shared_gate_up",
-    "shared_down", "q_a", "q", "kv_a",
+    "shared_down", "q_a", "q", "kv_a", "laurel_in", "laurel_out",
 )  # fmt: skip
 _BOTH = 3  # as abi.h: the kind of layers with attention and recurrence
 _BESIDE = ("mlp_part_norm", "experts_norm", "experts_part_norm", "router_scale", "expert_scale")
@@ -100,7 +104,11 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     recurrent, kinds = _recurrent(decoder, num_drafted), _kinds(config)
     turned = [turned_scale(config, decoder.weights.layer(index)) for index in range(config.num_layers)]
-    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder, turned))
+    num_streams = 0 if config.altup is None else config.altup.num_streams
+    streams = [panels_of(decoder, f"streams_out.{i}").stack for i in range(num_streams - 1)]
+    streams_out, layers = (Stack * len(streams))(*streams), map(decoder.weights.layer, range(config.num_layers))
+    routers = [stream_router(weights) if num_streams else None for weights in layers]
+    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder, turned, routers))
     recurrent.projected = max(own.recurrent_in.rows for own in parts)
     recurrent.mixed = max(own.recurrent_out.cols for own in parts)
     model = Model(
@@ -129,14 +137,19 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         gate_dim=config.gate_dim, is_parallel=config.is_parallel, is_centered=config.is_centered,
         scaled_from=0 if config.length_scale is None else config.length_scale.original,
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
-        **{name: address(vectors.get(name)) for name in _VECTORS},
+        streams=num_streams, streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),
+        streams_out=addressof(streams_out), **{name: address(vectors.get(name)) for name in _VECTORS},
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, turned
+    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, turned, routers, streams_out
     return model
 
 
-def _layer_parts(decoder: Decoder, turned: Sequence[Tensor | None]) -> Iterator[LayerParts]:
-    """Of every layer; a view of a stack's layer lies where the stack does. ``turned``: of each its ``turned_scale``."""
+def _layer_parts(
+    decoder: Decoder, turned: Sequence[Tensor | None], routers: Sequence[Tensor | None]
+) -> Iterator[LayerParts]:
+    """Of every layer; a view of a stack's layer lies where the stack does. ``turned``: of each its ``turned_scale``;
+    ``routers``: its ``stream_router``.
+    """
     config, group = decoder.shard, decoder.group
     recurrent = {DeltaNet: "delta", Mamba2: "mamba"}.get(type(config.recurrent), "conv")
     second = "input_norm" if config.is_parallel or config.mlp_layers is not None else "post_norm"
@@ -157,7 +170,9 @@ def _layer_parts(decoder: Decoder, turned: Sequence[Tensor | None]) -> Iterator[
             scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
             per_layer_table=_layer_stack(weights, "embed_per_layer"),
             **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
-            turned_scale=address(turned[index]), post_norm=address(weights.optional(second)),
+            turned_scale=address(turned[index]), stream_router=address(routers[index]),
+            post_norm=address(weights.optional(second)),
+            deviations=-math.inf if config.altup is None else config.altup.deviations(index),
             **{name: address(weights.optional(name)) for name in _LAYER_VECTORS},
         )  # fmt: skip
 

@@ -77,7 +77,7 @@ class RowParts:
     def hidden(self, rows: Sequence[KVReceived | None]) -> Tensor:
         """Hidden states ``[P, D]`` of the last tokens of prompts; rank 0 has the received rows."""
         dtype, device = self._decoder.dtype, self._decoder.device
-        data = torch.empty((len(rows), self._decoder.config.hidden_size * dtype.itemsize), dtype=torch.uint8)
+        data = torch.empty((len(rows), self._decoder.config.stream_size * dtype.itemsize), dtype=torch.uint8)
         for own, row in zip(data, rows, strict=True):
             if row is not None:
                 own.copy_(torch.frombuffer(row.hidden, dtype=torch.uint8))

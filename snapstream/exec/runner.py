@@ -163,7 +163,7 @@ class ModelRunner:
         self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, partition, heads)
         self.cache.sinks = decoder.weights.vectors.get("sinks")
         self.rows = Rows(config.max_rows, device)
-        self.buffers = StagingBuffers(spec, model.hidden_size, config.pool_tokens, dtype, device)
+        self.buffers = StagingBuffers(spec, model.stream_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)
         case = Case.of_model(device, dtype, decoder.shard)
         self.prefill_attention = choose(config.prefill_attention, case)

@@ -30,7 +30,16 @@ from snapstream.models.latent import (
     local_heads,
     with_local_heads,
 )
-from snapstream.models.layers import DenseLayer, KVView, LayerEnd, MlpLayer, TokenInputs, Vocabulary
+from snapstream.models.layers import (
+    AltUpLayer,
+    DenseLayer,
+    KVView,
+    LayerEnd,
+    MlpLayer,
+    Streams,
+    TokenInputs,
+    Vocabulary,
+)
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.recurrent import RECURRENT_LAYERS, ParallelMambaLayer
 from snapstream.models.registry import FAMILIES, kv_spec_of
@@ -88,8 +97,8 @@ class _ReducedScores:
 class Layer(Protocol):
     """One layer in two halves; the second runs only for the T' tokens that need an output.
 
-    ``residual [T, D]`` is the residual stream, updated in place; ``pending [T, D]`` is the output of the previous layer
-    that is not added to it yet, None before the first.
+    ``residual [T, D]`` is the residual stream, updated in place, or several side by side; ``pending [T, D]`` is the
+    output of the previous layer that is not added to it yet, None before the first.
     """
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -156,6 +165,9 @@ class Decoder:
         if config.has_layer_ends:
             layers = map(weights.layer, range(config.num_layers))
             self._ends = [LayerEnd(config, own, weights.vectors, self.kernels) for own in layers]
+        self._streams: Streams | None = None
+        if config.altup is not None:
+            self._streams = Streams(weights.matrices, config.altup.num_streams, self.kernels)
         self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
@@ -189,10 +201,11 @@ class Decoder:
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether ``Layer.finish`` gives a token the same bits in any batch. Never with experts: their router's
-        product is not batch-invariant.
+        """Whether ``Layer.finish`` gives a token the same bits in any batch. Never with experts or several residual
+        streams: their router's product is not batch-invariant.
         """
-        return self.config.moe is None and all(weight.is_batch_invariant for weight in self.weights.matrices.values())
+        has_router = self.config.moe is not None or self.config.altup is not None
+        return not has_router and all(weight.is_batch_invariant for weight in self.weights.matrices.values())
 
     def with_kernels(self, kernels: Kernels) -> Decoder:
         """A decoder over the same weights with other kernels."""
@@ -211,7 +224,11 @@ class Decoder:
         return gathered[(slice(None),) * dim + (self._kv_heads,)]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``."""
+        """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``, of every residual stream."""
+        hidden = self._embedded(token_ids)
+        return hidden if self._streams is None else self._streams.split(hidden)
+
+    def _embedded(self, token_ids: Tensor) -> Tensor:
         hidden = self._vocabulary.embed(token_ids)
         hidden = hidden if self.embedding_multiplier == 1.0 else hidden * self.embedding_multiplier
         return hidden - hidden.mean(-1, keepdim=True) if self.config.is_centered else hidden
@@ -250,7 +267,8 @@ class Decoder:
         """All layers: from tokens ``[T]`` to logits ``[T, V]`` fp32."""
         hidden = self.embed(token_ids)
         pending: Tensor | None = None
-        tokens = TokenInputs(token_ids, hidden.clone()) if self.config.per_layer_dim else None
+        embedded = hidden[:, : self.config.hidden_size]
+        tokens = TokenInputs(token_ids, embedded.clone()) if self.config.per_layer_dim else None
         for index, layer in enumerate(self.layers):
             attended = layer.attend(hidden, pending, rope, view)
             pending = self.finish_layer(index, layer, (hidden, attended), tokens)
@@ -258,7 +276,7 @@ class Decoder:
 
     def token_inputs(self, token_ids: Tensor) -> TokenInputs | None:
         """What ``finish_layer`` reads of tokens ``[T]``; None for models without embeddings for each layer."""
-        return TokenInputs(token_ids, self.embed(token_ids)) if self.config.per_layer_dim else None
+        return TokenInputs(token_ids, self._embedded(token_ids)) if self.config.per_layer_dim else None
 
     def finish_layer(
         self, index: int, layer: Layer, given: tuple[Tensor, Tensor], tokens: TokenInputs | None
@@ -267,16 +285,14 @@ class Decoder:
         models with embeddings for each layer or scalars of layers; ``tokens`` are the T'.
         """
         output = layer.finish(*given)
-        if not self._ends:
-            return output
-        assert output is not None, "a layer that something follows adds nothing itself"
-        return self._ends[index](given[0], output, tokens)
+        return output if not self._ends else self._ends[index](given[0], output, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``[T, V]`` fp32 from the output of the last layer."""
         return self._logits(hidden, None)
 
     def _logits(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+        residual = residual if self._streams is None else self._streams.merged(residual)
         norm = self.weights.vectors["final_norm"]
         normed = self.kernels.sum_norm(residual, pending, norm, self.config.rms_norm_eps)
         logits = self._vocabulary.logits(normed)
@@ -310,7 +326,7 @@ def _layer_class(config: ModelConfig) -> Any:
     """The family's layer class, or that of the recipe."""
     layer = FAMILIES.get(config.architecture).layer
     if layer is None:
-        return DenseLayer if config.latent is None else LatentLayer
+        return LatentLayer if config.latent is not None else DenseLayer if config.altup is None else AltUpLayer
     if not isinstance(layer, str):
         return layer
     module, _, name = layer.partition(":")

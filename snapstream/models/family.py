@@ -16,6 +16,7 @@ from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
 from snapstream.config.model import (
     MAX_DIM,
     Activation,
+    AltUp,
     HeadSizes,
     LatentConfig,
     LayerNorms,
@@ -62,6 +63,8 @@ class Recipe(TypedDict, total=False):
     has_value_norm: bool
     has_unscaled_scores: bool
     per_layer_dim: int
+    per_layer_lines: int
+    altup: AltUp
     has_layer_scalars: bool
     has_wide_mlps: bool
     logit_cap: float | None
@@ -103,8 +106,8 @@ def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Re
     return {"windows": tuple(window if is_windowed else None for is_windowed in has)} if any(has) else {}
 
 
-def ropes_by_kind(settings: Settings, full: Settings, window: Settings) -> Recipe:
-    """The rope of layers with sliding windows and of the others, in either spelling of the settings.
+def ropes_by_kind(settings: Settings, windows: Recipe, full: Settings, window: Settings) -> Recipe:
+    """``windows`` and the rope of layers with sliding windows and of the others, in either spelling of the settings.
 
     ``full`` and ``window`` are what the settings of each kind are unless rope_parameters says otherwise.
     """
@@ -116,7 +119,7 @@ def ropes_by_kind(settings: Settings, full: Settings, window: Settings) -> Recip
         parse_rope({**default, "rope_parameters": by_kind.get(kind)}, max_position)
         for kind, default in (("sliding_attention", window), ("full_attention", full))
     )  # fmt: skip
-    return {"rope": others, "window_rope": own}
+    return {**windows, "rope": others, "window_rope": own if windows else None}
 
 
 def refuse_absent_window(settings: Settings) -> list[str]:

@@ -3,7 +3,8 @@ rope of layers with windows since Gemma 3 (arXiv 2503.19786). No torch.
 
 Gemma 4 differs by size: 31B has larger and fewer kv heads in layers without a window, where one projection gives keys
 and values; 26B-A4B has experts beside every MLP; in E2B and E4B the last layers attend to the keys and values of
-earlier ones, and every layer has token embeddings of its own.
+earlier ones, and every layer has token embeddings of its own. So it is in Gemma 3n, whose layers also run over several
+residual streams (``config.model.AltUp``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import HeadSizes, LayerNorms, MoEConfig, Multipliers
+from snapstream.config.model import AltUp, HeadSizes, LayerNorms, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import (
     Family,
@@ -53,20 +54,72 @@ def _gemma2(settings: Settings) -> Recipe:
 def _gemma3(settings: Settings) -> Recipe:
     step = whole_number(settings, "sliding_window_pattern")
     windows = windows_by_type(settings, lambda layer: (layer + 1) % step != 0)
-    ropes = ropes_by_kind(
-        settings,
-        {"rope_theta": settings["rope_theta"], "rope_scaling": settings.get("rope_scaling")},
-        {"rope_theta": settings["rope_local_base_freq"]},
-    )
-    if not windows:
-        ropes.pop("window_rope")
     return {
-        **attention_biases(settings), **windows, **ropes,
+        **attention_biases(settings), **_gemma3_ropes(settings, windows),
         "activation": "gelu_tanh", "head_dim": whole_number(settings, "head_dim"),
         "multipliers": _multipliers(settings),
         "max_position": whole_number(settings, "max_position_embeddings"), "norm_offset": 1.0, "norms": _NORMS,
         "qk_norm": True,
     }  # fmt: skip
+
+
+def _gemma3_ropes(settings: Settings, windows: Recipe) -> Recipe:
+    full = {"rope_theta": settings["rope_theta"], "rope_scaling": settings.get("rope_scaling")}
+    return ropes_by_kind(settings, windows, full, {"rope_theta": settings["rope_local_base_freq"]})
+
+
+def _gemma3n_settings(settings: Settings) -> Settings:
+    """Layer types, sparsities and inner sizes as transformers completes them; one inner size of all layers."""
+    count, inner, found = num_layers(settings), settings["intermediate_size"], dict(settings)
+    if settings.get("layer_types") is None:
+        found["layer_types"] = [f"{'sliding' if (layer + 1) % 5 else 'full'}_attention" for layer in range(count)]
+    if settings.get("activation_sparsity_pattern") is None:
+        num_sparse = 10 if count > 10 else 0
+        found["activation_sparsity_pattern"] = [0.95] * num_sparse + [0.0] * (count - num_sparse)
+    if isinstance(inner, list) and len(inner) == count and inner.count(inner[0]) == count:
+        found["intermediate_size"] = inner[0]
+    return found
+
+
+def _normed_heads(settings: Settings) -> Recipe:
+    """What Gemma 3n and 4 share. Scores are not divided by sqrt(E): queries and keys are normed."""
+    hidden = whole_number(settings, "hidden_size")
+    return {
+        "activation": "gelu_tanh", "kv_sources": _kv_sources(settings), "has_value_norm": True,
+        "has_unscaled_scores": True, "per_layer_dim": whole_number(settings, "hidden_size_per_layer_input", 0),
+        "logit_cap": _cap(settings, "final_logit_softcapping"),
+        "multipliers": Multipliers(embedding=math.sqrt(max(hidden, 1))), "norms": _NORMS, "qk_norm": True,
+        "max_position": whole_number(settings, "max_position_embeddings"),
+    }  # fmt: skip
+
+
+def _gemma3n(settings: Settings) -> Recipe:
+    windows = windows_by_type(settings, lambda layer: False)
+    shares = settings["activation_sparsity_pattern"]
+    if not isinstance(shares, list) or any(type(share) not in (int, float) for share in shares):
+        raise ValueError(f"activation_sparsity_pattern is {str(shares)[:200]}; it must be a list of numbers by layer")
+    return {
+        **_normed_heads(settings), **_gemma3_ropes(settings, windows), "head_dim": whole_number(settings, "head_dim"),
+        "per_layer_lines": whole_number(settings, "vocab_size_per_layer_input"),
+        "altup": AltUp(
+            num_streams=whole_number(settings, "altup_num_inputs"), laurel_rank=whole_number(settings, "laurel_rank"),
+            sparsities=tuple(map(float, shares)),
+        ),
+    }  # fmt: skip
+
+
+def _gemma3n_refusals(settings: Settings) -> list[str]:
+    """Published models all have these values."""
+    expected = {"altup_active_idx": 0, "altup_correct_scale": True, "attention_bias": False,
+                "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
+    inner, reasons = settings["intermediate_size"], refuse_absent_window(settings)
+    if isinstance(inner, list):
+        reasons.append(f"intermediate_size is {str(inner)[:200]}; it must be one size, or an equal one for each layer")
+    return reasons + [
+        f"{name} is {settings[name]!r}; only {value!r} is supported for Gemma 3n"
+        for name, value in expected.items()
+        if settings[name] != value
+    ]
 
 
 def _gemma4_settings(settings: Settings) -> Settings:
@@ -120,25 +173,18 @@ def _kv_sources(settings: Settings) -> tuple[int, ...] | None:
 
 
 def _gemma4(settings: Settings) -> Recipe:
-    """Scores are not divided by sqrt(E): queries and keys are normed."""
     windows = windows_by_type(settings, lambda layer: False)
-    ropes = ropes_by_kind(settings, {"rope_theta": 1_000_000.0}, {"rope_theta": 10000.0})
+    ropes = ropes_by_kind(settings, windows, {"rope_theta": 1_000_000.0}, {"rope_theta": 10000.0})
     full, size = _full_heads(settings), HeadSizes(
         whole_number(settings, "num_key_value_heads"), whole_number(settings, "head_dim")
     )  # fmt: skip
     if not windows:  # then all layers have the heads of full layers
         size = full
-        ropes.pop("window_rope")
-    hidden = whole_number(settings, "hidden_size")
     recipe: Recipe = {
-        **windows, **ropes, "activation": "gelu_tanh", "num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim,
-        "full_heads": full if windows and full != size else None, "kv_sources": _kv_sources(settings),
-        "keys_are_values": flag(settings, "attention_k_eq_v"), "has_value_norm": True, "has_unscaled_scores": True,
-        "per_layer_dim": whole_number(settings, "hidden_size_per_layer_input", 0), "has_layer_scalars": True,
+        **_normed_heads(settings), **ropes, "num_kv_heads": size.num_kv_heads, "head_dim": size.head_dim,
+        "full_heads": full if windows and full != size else None, "has_layer_scalars": True,
+        "keys_are_values": flag(settings, "attention_k_eq_v"),
         "has_wide_mlps": flag(settings, "use_double_wide_mlp") and bool(settings.get("num_kv_shared_layers")),
-        "logit_cap": _cap(settings, "final_logit_softcapping"),
-        "multipliers": Multipliers(embedding=math.sqrt(max(hidden, 1))), "norms": _NORMS, "qk_norm": True,
-        "max_position": whole_number(settings, "max_position_embeddings"),
     }  # fmt: skip
     if flag(settings, "enable_moe_block"):
         recipe["moe"] = MoEConfig(
@@ -264,6 +310,25 @@ GEMMA3_TEXT_PART = replace(
     },
     is_text_part=True,
 )  # fmt: skip
+GEMMA3N = Family(
+    defaults={
+        "altup_active_idx": 0, "altup_correct_scale": True, "altup_num_inputs": 4, "attention_bias": False,
+        "bos_token_id": 2, "eos_token_id": 1, "final_logit_softcapping": 30.0, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2048, "hidden_size_per_layer_input": 256,
+        "intermediate_size": 16384, "laurel_rank": 64, "max_position_embeddings": 32768, "num_attention_heads": 8,
+        "num_hidden_layers": 35, "num_key_value_heads": 2, "num_kv_shared_layers": 15,
+        "rope_local_base_freq": 10000.0, "rope_theta": 1_000_000.0, "sliding_window": 512, "tie_word_embeddings": True,
+        "vocab_size": 262400, "vocab_size_per_layer_input": 262144,
+    },
+    rewrite=_gemma3n_settings,
+    recipe=_gemma3n,
+    refusals=_gemma3n_refusals,
+    has_windows=True,
+    has_own_activation=True,
+    has_rope_by_kind=True,
+)  # fmt: skip
+# With towers for images and sound, of which the text part is loaded.
+GEMMA3N_TEXT_PART = replace(GEMMA3N, is_text_part=True)
 GEMMA4 = Family(
     defaults={
         "bos_token_id": 2, "eos_token_id": 1, "global_head_dim": 512, "head_dim": 256,

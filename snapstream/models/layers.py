@@ -23,6 +23,7 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import Activation, MoEConfig
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm
+from snapstream.kernels.pytorch import geglu
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import LayerWeights
 
@@ -331,11 +332,35 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
     return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
 
 
+class SparseGLU:
+    """``down(gelu(cut(gate x)) * up x)``; an ``Mlp``. Gates have their mean and some of their standard deviations taken
+    off, and are 0 below (Spark Transformer, arXiv 2506.06644, section 2).
+    """
+
+    def __init__(self, gate_up: Matrix, down: Matrix, deviations: float, kernels: Kernels) -> None:
+        self._gate_up, self._down, self._kernels, self._deviations = gate_up, down, kernels, deviations
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See ``Mlp``."""
+        gate_up = self._gate_up.multiply(x, None, self._kernels)
+        gates = gate_up[:, : gate_up.shape[1] // 2]
+        deviation, mean = torch.std_mean(gates, -1, correction=0, keepdim=True)
+        gates.sub_(mean.add_(deviation, alpha=self._deviations)).relu_()
+        return self._down.multiply(geglu(gate_up), None, self._kernels)
+
+    def of_norm(self, given: SumNorm) -> Tensor:
+        """See ``Mlp``."""
+        return self(self._kernels.normed(given))
+
+    add_of_norm = of_norm
+
+
 class LayerEnd:
     """What follows a layer's MLP in Gemma 4: a token's embedding for the layer, and the layer's scalar.
 
     The embedding is looked up, and projected from that of layer 0. It gates what is added:
-    ``norm(out(gelu(gate x) * embedding))``. Then the residual stream is multiplied by the scalar.
+    ``norm(out(gelu(gate x) * embedding))``. Then the residual stream is multiplied by the scalar. With several residual
+    streams x is the first, scaled, and the others have it added (Gemma 3n).
     """
 
     def __init__(
@@ -344,24 +369,33 @@ class LayerEnd:
         """``outer``: the model's vectors."""
         self._kernels, self._eps, self._size = kernels, config.rms_norm_eps, config.per_layer_dim
         self._scalar = weights.vector("layer_scalar") if config.has_layer_scalars else None
+        self._stream_scale = weights.optional("stream_scale")  # [D]
         if not self._size:
             return
         self._table, self._in = weights.matrix("embed_per_layer"), weights.matrix("per_layer_in")
         self._gate, self._out = weights.matrix("per_layer_gate"), weights.matrix("per_layer_out")
         self._in_norm, self._norm = outer["per_layer_in_norm"], weights.vector("per_layer_norm")
 
-    def __call__(self, residual: Tensor, output: Tensor, tokens: TokenInputs | None) -> Tensor:
-        """From the residual stream ``[T, D]``, updated in place, and the output of the MLP: what to add to it."""
+    def __call__(self, residual: Tensor, output: Tensor | None, tokens: TokenInputs | None) -> Tensor | None:
+        """From the residual stream ``[T, D]``, updated in place, and the output of the MLP: what to add to it. Several
+        streams ``[T, SD]`` have the output already.
+        """
+        if (scale := self._stream_scale) is not None:
+            streams = residual.unflatten(1, (-1, len(scale)))
+            streams[:, 1:].add_(self._added(streams[:, 0] * scale, tokens)[:, None])
+            return None
+        assert output is not None, "a layer that something follows adds nothing itself"
         if self._size:
-            assert tokens is not None, "embeddings for each layer need the tokens"
             output = self._added(residual.add_(output), tokens)
         if self._scalar is None:
             return output
         residual.mul_(self._scalar)
         return output.mul_(self._scalar)
 
-    def _added(self, x: Tensor, tokens: TokenInputs) -> Tensor:
-        looked_up = self._table.lookup(tokens.token_ids) * float(torch.tensor(self._size**0.5, dtype=x.dtype))
+    def _added(self, x: Tensor, tokens: TokenInputs | None) -> Tensor:
+        assert tokens is not None, "embeddings for each layer need the tokens"
+        ids = tokens.token_ids.masked_fill(tokens.token_ids >= self._table.shape[0], 0)
+        looked_up = self._table.lookup(ids) * float(torch.tensor(self._size**0.5, dtype=x.dtype))
         projected = self._in.multiply(tokens.embedded, None, self._kernels) * tokens.embedded.shape[1] ** -0.5
         own = (self._kernels.rms_norm(projected, self._in_norm, self._eps) + looked_up) * 2.0**-0.5  # [T, P]
         gate = self._gate.multiply(x, None, self._kernels)
@@ -488,6 +522,87 @@ class DenseLayer:
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
         output = output.sub_(output.mean(-1, keepdim=True)) if self._is_centered else output
         return output if multiplier == 1.0 else output.mul_(multiplier)
+
+
+class AltUpLayer(DenseLayer):
+    """A layer over S residual streams ``[T, SD]`` side by side (AltUp, arXiv 2301.13310, algorithm 1).
+
+    All are predicted from all, attention and MLP run on the first, and all are corrected by how that differs from its
+    prediction. A low-rank branch of the normed input is beside attention (LAuReL, arXiv 2411.07501). Coefficients are
+    products of ``tanh(router(norm(x)) / D)``.
+    """
+
+    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
+        super().__init__(index, config, weights, kernels, group)
+        assert config.altup is not None
+        self._num_streams = config.altup.num_streams
+        self._attention_multiplier = math.sqrt(0.5)
+        if config.altup.sparsities[index]:
+            own = weights.matrix("gate_up"), weights.matrix("down")
+            self._mlp = SparseGLU(*own, config.altup.deviations(index), kernels)
+        self._router = stream_router(weights)
+        self._prediction, self._correction = weights.vector("stream_prediction"), weights.vector("stream_correction")
+        self._left, self._right = weights.matrix("laurel_in"), weights.matrix("laurel_out")
+        self._laurel_norm = weights.vector("laurel_norm")
+
+    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
+        """See ``models.decoder.Layer.attend``."""
+        streams = residual.unflatten(1, (self._num_streams, -1))
+        mixed = F.linear(self._modalities(streams[:, 0]), self._prediction).unflatten(1, (-1, self._num_streams))
+        streams.add_(torch.bmm(mixed.to(streams.dtype), streams))
+        return super().attend(streams[:, 0].contiguous(), None, rope, view)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> None:
+        """See ``models.decoder.Layer.finish``."""
+        streams = residual.unflatten(1, (self._num_streams, -1))
+        predicted = streams[:, 0].contiguous()
+        assert self._input_norm is not None
+        normed = self._kernels.rms_norm(predicted, self._input_norm, self._eps)
+        low = self._right.multiply(self._left.multiply(normed, None, self._kernels), None, self._kernels)
+        x = normed.add_(self._kernels.rms_norm(low, self._laurel_norm, self._eps)).add_(predicted).mul_(math.sqrt(0.5))
+        output = super().finish(x, attended)
+        assert output is not None
+        x.add_(output)
+        shares = F.linear(self._modalities(x), self._correction).add_(1.0).to(x.dtype)  # [T, S]
+        streams.addcmul_(shares[:, :, None], x.sub_(predicted)[:, None])
+
+    def _modalities(self, x: Tensor) -> Tensor:
+        """What coefficients are products of, ``[T, S]`` fp32."""
+        x = x.to(torch.float32)
+        return F.linear(x, self._router).mul_((x.square().mean(-1, keepdim=True) + self._eps).rsqrt()).tanh_()
+
+
+def stream_router(weights: LayerWeights) -> Tensor:
+    """The router of residual streams with the weight of its norm and 1 / D, ``[S, D]`` fp32."""
+    norm = weights.vector("stream_router_norm").to(torch.float32)
+    return weights.vector("stream_router") * (norm / len(norm))
+
+
+class Streams:
+    """The ends of several residual streams: projections of the embedding, and of each stream to their mean, as large
+    as the first stream's numbers (root mean square).
+    """
+
+    def __init__(self, matrices: Mapping[str, Matrix], count: int, kernels: Kernels) -> None:
+        self._in, self._kernels = matrices["streams_in"], kernels
+        self._outs = [matrices[f"streams_out.{i}"] for i in range(count - 1)]
+
+    def split(self, embedded: Tensor) -> Tensor:
+        """``embedded [T, D]`` to the streams ``[T, SD]`` that enter layer 0."""
+        others = self._in.multiply(embedded, None, self._kernels).unflatten(1, (-1, embedded.shape[1]))
+        return torch.cat((embedded[:, None], self._sized(others, embedded[:, None])), 1).flatten(1)
+
+    def merged(self, residual: Tensor) -> Tensor:
+        """The streams ``[T, SD]`` behind the last layer to ``[T, D]``."""
+        first, *others = residual.chunk(len(self._outs) + 1, 1)
+        pairs = zip(self._outs, others, strict=True)
+        found = [self._sized(own.multiply(x.contiguous(), None, self._kernels), first) for own, x in pairs]
+        return torch.stack((first, *found)).mean(0)
+
+    @staticmethod
+    def _sized(x: Tensor, like: Tensor) -> Tensor:
+        size, wanted = (own.to(torch.float32).square().mean(-1, keepdim=True) for own in (x, like))
+        return x * (wanted.sqrt() / size.clamp(min=1e-5).sqrt()).to(x.dtype)
 
 
 class MlpLayer(DenseLayer):

@@ -86,11 +86,8 @@ def _recipe(settings: Settings) -> Recipe:
 
 def _lfm3(settings: Settings) -> Recipe:
     windows = windows_by_type(settings, lambda layer: False)
-    ropes = ropes_by_kind(settings, {}, {})
-    if not windows:
-        ropes.pop("window_rope")
     recipe: Recipe = {
-        **_recipe(settings), **attention_biases(settings), **windows, **ropes,
+        **_recipe(settings), **attention_biases(settings), **ropes_by_kind(settings, windows, {}, {}),
         "gate_dim": int(flag(settings, "use_attention_gate")),
     }  # fmt: skip
     if flag(settings, "use_sandwich_norm"):

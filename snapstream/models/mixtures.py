@@ -160,11 +160,9 @@ def _hy3_tensors(config: ModelConfig) -> TensorSpecs:
 def _mellum(settings: Settings) -> Recipe:
     """Layers with sliding windows have a rope of their own."""
     windows = windows_by_type(settings, lambda layer: False)
-    ropes = ropes_by_kind(settings, {"rope_theta": 500000.0}, {"rope_theta": 10000.0})
-    if not windows:
-        ropes.pop("window_rope")
+    ropes = ropes_by_kind(settings, windows, {"rope_theta": 500000.0}, {"rope_theta": 10000.0})
     moe = replace(softmax_experts(settings), first_dense=num_dense(settings))
-    return {**attention_biases(settings), **windows, **ropes, "qk_norm": True, "moe": moe}
+    return {**attention_biases(settings), **ropes, "qk_norm": True, "moe": moe}
 
 
 def _exaone_moe(settings: Settings) -> Recipe:

@@ -32,10 +32,7 @@ def _olmo3(settings: Settings) -> Recipe:
     """rope_theta and rope_scaling are of the layers without a window only, as transformers reads them."""
     windows = windows_by_type(settings, lambda layer: (layer + 1) % 4 != 0)
     full = {"rope_theta": settings["rope_theta"], "rope_scaling": settings.get("rope_scaling")}
-    ropes = ropes_by_kind(settings, full, {"rope_theta": _OLMO3_THETA})
-    if not windows:
-        ropes.pop("window_rope")
-    return {**_olmo2(settings), **windows, **ropes}
+    return {**_olmo2(settings), **ropes_by_kind(settings, windows, full, {"rope_theta": _OLMO3_THETA})}
 
 
 def _hybrid_settings(settings: Settings) -> Settings:

@@ -44,7 +44,7 @@ def active_parameters(config: ModelConfig) -> int:
     """Numbers that a token is multiplied with, output embedding included; of the experts top_k count."""
     matrices = ((name, spec) for name, spec in tensor_specs(config).items() if spec.is_matrix)
     head = "embed" if config.tie_word_embeddings else "lm_head"
-    used = [spec for name, spec in matrices if (spec.per_layer and not spec.is_table) or name == head]
+    used = [spec for name, spec in matrices if (name != "embed" and not spec.is_table) or name == head]
     return round(sum(_share(config, spec, 1) * prod(stacked_shape(spec, config.num_layers)) for spec in used))
 
 

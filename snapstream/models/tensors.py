@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from snapstream.config import DType, ModelConfig, StoredWeights, WeightFormat
-from snapstream.config.model import LatentConfig
+from snapstream.config.model import AltUp, LatentConfig
 
 # Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
 TEXT_PREFIXES = {
@@ -470,7 +470,8 @@ def per_layer_tensors(config: ModelConfig) -> TensorSpecs:
         specs["layer_scalar"] = replace(vector(1, "layer_scalar"), dtype="float32")
     if not size:
         return specs
-    joined = {"embed_per_layer": ((config.vocab_size, size), "model.embed_tokens_per_layer.weight", 1),
+    lines = config.per_layer_lines or config.vocab_size
+    joined = {"embed_per_layer": ((lines, size), "model.embed_tokens_per_layer.weight", 1),
               "per_layer_in": ((size, hidden), "model.per_layer_model_projection.weight", 0)}  # fmt: skip
     for name, (shape, part, dim) in joined.items():
         specs[name] = TensorSpec(
@@ -485,12 +486,41 @@ def per_layer_tensors(config: ModelConfig) -> TensorSpecs:
     }
 
 
+def stream_tensors(config: ModelConfig, altup: AltUp) -> TensorSpecs:
+    """Projections of residual streams, what predicts and corrects them, and the low-rank branch (Gemma 3n)."""
+    hidden, count, rank = config.hidden_size, altup.num_streams, altup.laurel_rank
+
+    def coefficients(shape: tuple[int, ...], name: str) -> TensorSpec:
+        return TensorSpec(shape=shape, parts={f"altup.{name}.weight": ()}, is_matrix=False, dtype="float32")
+
+    def projections(shape: tuple[int, int], parts: Mapping[str, tuple[Place, ...]]) -> TensorSpec:
+        names = {f"model.altup_{name}.weight": place for name, place in parts.items()}
+        return TensorSpec(shape=shape, parts=names, per_layer=False)
+
+    rows = {f"projections.{i}": (slice(i * hidden, (i + 1) * hidden),) for i in range(count - 1)}
+    outs = {f"streams_out.{i}": {f"unembed_projections.{i}": ()} for i in range(count - 1)}
+    return {
+        "streams_in": projections(((count - 1) * hidden, hidden), rows),
+        **{name: projections((hidden, hidden), parts) for name, parts in outs.items()},
+        "stream_router": coefficients((count, hidden), "modality_router"),
+        "stream_router_norm": norm(config, hidden, "altup.router_norm.weight"),
+        "stream_prediction": coefficients((count * count, count), "prediction_coefs"),
+        "stream_correction": coefficients((count, count), "correction_coefs"),
+        "stream_scale": vector(hidden, "altup.correct_output_scale"),
+        "laurel_in": TensorSpec(shape=(rank, hidden), parts={"laurel.linear_left.weight": ()}),
+        "laurel_out": TensorSpec(shape=(hidden, rank), parts={"laurel.linear_right.weight": ()}),
+        "laurel_norm": norm(config, hidden, "laurel.post_laurel_norm.weight"),
+    }  # fmt: skip
+
+
 def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
     latent = config.latent
     attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
     if len(config.attention_layers) < config.num_layers:
         attention = {name: replace(spec, layers=config.attention_layers) for name, spec in attention.items()}
     specs = {**outer_tensors(config), **attention, **mlp_tensors(config), **per_layer_tensors(config)}
+    if config.altup is not None:
+        specs |= stream_tensors(config, config.altup)
     return specs if config.moe is None else {**specs, **expert_tensors(config, names)}
 
 

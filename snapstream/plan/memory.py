@@ -55,7 +55,7 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     return RowSizes(
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
-        hidden_bytes=model.hidden_size * DTYPE_BYTES[config.dtype],
+        hidden_bytes=model.stream_size * DTYPE_BYTES[config.dtype],
         layer_bytes=lambda prompt_len, budget: tuple(
             one_layer(index, prompt_len, budget) for index in range(spec.num_layers)
         ),
@@ -174,7 +174,7 @@ def prefill_memory(
     # Attention scores of all keys, pooled scores and a copy; with hops also the sum, the latest scores and their parts.
     scoring_bytes += 4 * (6 if selector.needs_all_queries else 3) * spec.num_kv_heads * num_tokens
     return PrefillMemory(
-        hidden_bytes=num_tokens * model.hidden_size * DTYPE_BYTES[dtype],
+        hidden_bytes=num_tokens * model.stream_size * DTYPE_BYTES[dtype],
         staging_bytes=spec.staging_bytes(num_tokens),
         transient_bytes=max(chunk_bytes(model, min(chunk_len, num_tokens), dtype), scoring_bytes),
         query_bytes=spec.query_bytes(num_tokens) if selector.needs_all_queries else 0,
@@ -316,7 +316,7 @@ def draft_memory(model: ModelConfig, settings: ScoringSettings, *, dtype: DType,
         num = num_passages(kind)
         held += num * context_len * spec.token_bytes() + model.num_layers * spec.query_bytes(num * num_queries)
         held += _step_bytes(model, KVBudget.full(context_len), num, dtype, kind)
-    hidden = context_len * model.hidden_size * DTYPE_BYTES[dtype]
+    hidden = context_len * model.stream_size * DTYPE_BYTES[dtype]
     return DraftMemory(
         weight_bytes=weight_bytes(model, dtype),
         working_bytes=held

@@ -275,7 +275,7 @@ def _read(decoder: Decoder, ids: Tensor, num_queries: int, layer_done: LayerDone
         prompt_lens=[len(ids)],
         num_queries=[num_queries],
     )
-    buffers = StagingBuffers(decoder.kv_spec(), config.hidden_size, len(ids), decoder.dtype, device)
+    buffers = StagingBuffers(decoder.kv_spec(), config.stream_size, len(ids), decoder.dtype, device)
     attention = automatic(Case.of_model(device, decoder.dtype, config))
     step = num_prefill_tokens(device.type)
     one = LayerPass(decoder, buffers, tokens, step, attention, layer_done, outputs)

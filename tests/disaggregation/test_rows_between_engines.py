@@ -172,7 +172,7 @@ def test_rows_with_windows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [("gemma4", "auto"), ("gemma4", "int8"), ("gemma4-shared", "fp8")],
+    [("gemma4", "auto"), ("gemma4", "int8"), ("gemma4-shared", "fp8"), ("gemma3n", "int8")],
 )
 def test_rows_of_unlike_layers(name: str, kv_dtype: str, tmp_path: Path) -> None:
     """Heads of two sizes, and layers that keep nothing."""
@@ -184,7 +184,7 @@ def test_rows_of_unlike_layers(name: str, kv_dtype: str, tmp_path: Path) -> None
         sizes = row_sizes(pair.answerer.model_config, pair.answerer.config)
         planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
         assert pair.answerer.engine.transfer_stats.num_bytes == planned
-        assert (0 in sizes.layer_bytes(120, BUDGET)) == ("shared" in name)
+        assert (0 in sizes.layer_bytes(120, BUDGET)) == (name in ("gemma4-shared", "gemma3n"))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ NEW = 40
 BUDGET = 64
 REFUSED = (
     "gpt-oss", "granite-swa", "granite-moe-swa", "flint", "falcon-h1", "gemma2", "phi3-longrope", "phi3-window",
-    "mistral-window", "gemma4", "kimi-linear",
+    "mistral-window", "gemma3n", "gemma4", "kimi-linear",
 )  # fmt: skip
 ONE_OF_EACH = {config: name for name, (config, _) in reversed(ARCHITECTURES.items())}  # the first of each class
 FAMILIES = [

@@ -52,6 +52,12 @@ GEMMA4: dict[str, Any] = {
     "tie_word_embeddings": True, "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
 }  # fmt: skip
+GEMMA3N: dict[str, Any] = {
+    "sliding_window": 21,
+    "head_dim": 20,
+    "hidden_size_per_layer_input": 32,
+    "tie_word_embeddings": True,
+}
 
 # name -> (config class, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -184,6 +190,22 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "tie_word_embeddings": True,
          "sliding_window_pattern": 3},
+    ),
+    "gemma3n": (  # residual streams; of six layers the last two have the keys and values of others
+        "Gemma3nTextConfig",
+        {**GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "num_key_value_heads": 1, "laurel_rank": 12,
+         "final_logit_softcapping": 5.0, "vocab_size_per_layer_input": VOCAB - 20,
+         "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+                         "full_attention", "sliding_attention"],
+         "activation_sparsity_pattern": [0.8, 0.5, 0.0, 0.7, 0.6, 0.0]},
+    ),
+    "gemma3n-panels": (  # a rank larger than D, three streams, a share under a half
+        "Gemma3nTextConfig",
+        {**GEMMA3N, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32, "sliding_window": 40,
+         "num_hidden_layers": 3, "num_kv_shared_layers": 0, "altup_num_inputs": 3, "laurel_rank": 96,
+         "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping": 5.0,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+         "activation_sparsity_pattern": [0.3, 0.0, 0.95]},
     ),
     "gemma4": (  # heads that differ by kind of layers; one projection of keys and values in layers without a window
         "Gemma4TextConfig",
@@ -615,7 +637,10 @@ def randomise_corrections(model: Any) -> None:
     for key, value in (*model.named_buffers(), *model.named_parameters()):
         if key.endswith(("query_layernorm.weight", "key_layernorm.weight")):  # of one sign, see turned_scale
             value.detach().abs_()
-        if key.endswith(("layer_scalar", "router.scale", "per_expert_scale")):
+        if key.endswith("modality_router.weight"):  # whose products are divided by D
+            with torch.no_grad():
+                value.mul_(5.0)
+        if key.endswith(("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale")):
             with torch.no_grad():
                 value.copy_(1.0 + 0.3 * torch.rand_like(value))
     for key, buffer in model.named_buffers():

@@ -297,6 +297,28 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
         quantize_checkpoint(folder, tmp_path / "int8", WeightFormat(dtype="int8", group=32))
 
 
+def test_the_text_part_of_gemma_3n(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As published: beside towers, with keys and values in layers that share those of others, which are not read."""
+    model = build("gemma3n")
+    folder = save(model, tmp_path)
+    file, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    tensors = {name.replace("model.", "model.language_model."): own for name, own in load_file(file).items()}
+    layer = "model.language_model.layers.{}.self_attn.{}_proj.weight"
+    tensors |= {layer.format(5, kind): tensors[layer.format(3, kind)] + 1.0 for kind in ("k", "v")}
+    tensors |= {
+        f"model.{name}.weight": torch.ones(3) for name in ("vision_tower.stem", "audio_tower.stem", "embed_vision.e")
+    }
+    save_file(tensors, file, {"format": "pt"})
+    around = {"architectures": ["Gemma3nForConditionalGeneration"], "vision_config": {}, "audio_config": {}}
+    (folder / "config.json").write_text(json.dumps({**around, "text_config": settings}))
+    with caplog.at_level("INFO"):
+        decoder = load(folder)
+    assert "3 tensors of towers for images or sound are not loaded: text only" in caplog.text
+    ids = torch.randint(0, VOCAB, (PROMPT,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert_close(run(decoder, full_attention(decoder), ids, 0), model(ids[None]).logits[0])
+
+
 def test_norms_after_the_rotation_of_unlike_signs_are_refused(tmp_path: Path) -> None:
     model = build("hunyuan-moe")
     with torch.no_grad():

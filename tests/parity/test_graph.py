@@ -80,7 +80,8 @@ class PlainMaker:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama-gqa-tied", "float32"), ("qwen2", "bfloat16"), ("mistral", "float32")]
+    ("name", "dtype"),
+    [("llama-gqa-tied", "float32"), ("qwen2", "bfloat16"), ("mistral", "float32"), ("gemma3n-panels", "float32")],
 )
 def test_a_batch_runs_in_the_smallest_bucket_and_padding_harms_nobody(
     name: str, dtype: str, tmp_path: Path, prompts: list[list[int]]

@@ -137,6 +137,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
                   "embedding_multiplier": 3.0, "use_post_norm": random.random() < 0.7}  # fmt: skip
     if architecture.startswith("Gemma4"):
         found |= draw_gemma4(random, size, heads)
+    if architecture.startswith("Gemma3n"):
+        found |= draw_gemma3n(random, size)
     if architecture.startswith("Falcon"):
         found |= draw_falcon(random, size)
     elif family.other_layer_types:
@@ -181,6 +183,21 @@ def draw_gemma4(random: Random, size: Sizes, heads: int) -> dict[str, Any]:
         "hidden_size_per_layer_input": random.choice([0, max(size.group, 32) * size.any(1, 2)]),
         "final_logit_softcapping": random.choice([None, 3.0]), "enable_moe_block": has_experts,
         "top_k_experts": size.any(1, 2), "rope_scaling": None,
+    }  # fmt: skip
+
+
+def draw_gemma3n(random: Random, size: Sizes) -> dict[str, Any]:
+    """Residual streams of a token; of the last layers some share keys and values."""
+    layers = size.any(1, 6)
+    kinds, shared = random.choices(["sliding_attention", "full_attention"], k=layers), random.randint(0, layers - 1)
+    while set(kinds[layers - shared :]) - set(kinds[: layers - shared]):
+        shared -= 1
+    return {
+        "num_hidden_layers": layers, "layer_types": kinds, "num_kv_shared_layers": shared, "attention_bias": False,
+        "sliding_window": random.choice([1, 30, 1025]), "altup_num_inputs": size.any(2, 16), "mlp_bias": False,
+        "laurel_rank": size.inputs(300), "activation_sparsity_pattern": random.choices([0.0, 0.3, 0.5, 0.8], k=layers),
+        "hidden_size_per_layer_input": max(size.group, 32) * size.any(1, 2), "rope_scaling": None,
+        "vocab_size_per_layer_input": size.any(1, 400), "final_logit_softcapping": random.choice([None, 3.0]),
     }  # fmt: skip
 
 

@@ -156,6 +156,8 @@ BORDERS = (1, 20, 21, 22, 31, 32, 33, 34, 63, 64, 65, 96, 97, 2, 41, 42, 43)
         "gemma4",
         "gemma4-shared",
         "gemma4-moe",
+        "gemma3n",
+        "gemma3n-panels",
     ],
 )
 def test_many_rows_equal_transformers(name: str, tmp_path: Path) -> None:

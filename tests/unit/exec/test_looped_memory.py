@@ -75,6 +75,10 @@ MODELS["shared"] = COMMON | {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 128, "use_double_wide_mlp": True,
     "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 512,
 }  # fmt: skip
+# Residual streams, and a low rank that is the widest input of a product.
+MODELS["streams"] = MODELS["shared"] | {
+    "architectures": ["Gemma3nForCausalLM"], "laurel_rank": 2048, "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0],
+}  # fmt: skip
 MODELS["beside"] = MODELS["shared"] | {
     "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "enable_moe_block": True, "num_experts": 16,
     "top_k_experts": 4, "moe_intermediate_size": 256, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
@@ -94,7 +98,8 @@ ROWS = 32
                                              ("experts", "float32"), ("recurrent", "float32"),
                                              ("single parts", "float32"), ("kda", "float32"),
                                              ("side by side", "float32"), ("side by side", "int8"),
-                                             ("shared", "float32"), ("shared", "int8"), ("beside", "float32"),
+                                             ("shared", "float32"), ("shared", "int8"), ("streams", "float32"),
+                                             ("streams", "int8"), ("beside", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)

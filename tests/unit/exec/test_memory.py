@@ -69,6 +69,9 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 128_256, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True,
     "hidden_size": 2048, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
 }  # fmt: skip
+GEMMA3N = {
+    **GEMMA4, "architectures": ["Gemma3nForCausalLM"], "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0, 0.0, 0.0],
+}  # fmt: skip
 CHUNK, ROWS, SLOTS, LENGTH = 2048, 12, 16_384, 32_768
 _EVEN = (1 / 64,) * 8
 PROFILE = HeadProfile(
@@ -90,6 +93,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma4": {},
     "gemma4, fp8": {"kv_dtype": "fp8"},
     "gemma4, int4": {"weights": WeightFormats.of("int4")},
+    "gemma3n": {},
+    "gemma3n, int8": {"weights": WeightFormats.of("int8")},
     "latents": {},
     "latents, hops": {"selector": Hops()},
     "latents, fp8": {"kv_dtype": "fp8"},
@@ -110,6 +115,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
         settings = LLAMA_8B | WINDOWS
     elif case.startswith("gemma4"):
         settings = LLAMA_8B | GEMMA4
+    elif case.startswith("gemma3n"):
+        settings = LLAMA_8B | GEMMA3N
     elif case.startswith("states"):
         settings = LLAMA_8B | (DELTA if "DeltaNet" in case else STATES)
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -121,7 +128,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
 def test_plan_and_engine_agree(
     model: ModelConfig, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    has_drafts = not any(own in case for own in ("states", "gemma4"))
+    has_drafts = not any(own in case for own in ("states", "gemma"))
     config = EngineConfig(
         budget=KVBudget.of(SLOTS), max_model_len=LENGTH, max_rows=ROWS,
         chunking=Chunking(chunk_len=CHUNK, short_len=CHUNK),
@@ -133,9 +140,10 @@ def test_plan_and_engine_agree(
     weights = planned.weight_bytes + planned.dequantized_bytes
     at_start = weights + planned.staging_bytes + (ROWS + 1) * (planned.row_bytes + planned.state_bytes)
     assert at_start == pytest.approx(static, rel=1e-3)
-    # Rows with states are small, so temporaries, of which the plan counts the largest, weigh more. In Gemma 4 it counts
-    # those of a chunk in the wide MLPs of layers that share, which only prompts with log-probabilities have.
-    most = 0.09 if "gemma4" in case else 0.04 if "states" in case else 0.03
+    # Rows with states and those of Gemma 3n are small, so temporaries, of which the plan counts the largest, weigh
+    # more. In Gemma 4 it counts those of a chunk in the wide MLPs of layers that share, which only prompts with
+    # log-probabilities have.
+    most = 0.09 if "gemma4" in case else 0.04 if "states" in case or "gemma3n" in case else 0.03
     assert planned.total_bytes - FRAMEWORK_BYTES == pytest.approx(peak, rel=most)
     assert planned.total_bytes - FRAMEWORK_BYTES >= peak  # what is refused at the start never runs out later
     told = plan_of(planned, case, tmp_path, capsys)
@@ -150,6 +158,7 @@ def plan_of(planned: EngineMemory, case: str, folder: Path, capsys: pytest.Captu
                "latents, hops": ["--selector", "hops"], "latents, fp8": ["--kv-dtype", "fp8"],
                "windows, fp8": ["--kv-dtype", "fp8"], "states, fp8": ["--kv-dtype", "fp8"],
                "gemma4, fp8": ["--kv-dtype", "fp8"], "gemma4, int4": ["--weights", "int4"],
+               "gemma3n, int8": ["--weights", "int8"],
                "heads": ["--heads", heads], "heads, fp8": ["--heads", heads, "--kv-dtype", "fp8"],
                "int8": ["--weights", "int8"], "int4": ["--weights", "int4"],
                "bf16 under fp32": ["--dtype", "float32", "--weights", "bfloat16"]}  # fmt: skip

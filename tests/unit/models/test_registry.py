@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import LatentConfig, Mamba2, Multipliers
+from snapstream.config.model import AltUp, LatentConfig, Mamba2, Multipliers
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 from snapstream.models.sharding import active_parameters, num_parameters, rank_config
@@ -288,6 +288,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"}},
         3_880_263_168,
     ),
+    **{
+        name: (
+            {"architectures": ["Gemma3nForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {
+                "activation_sparsity_pattern": [0.95] * 10 + [0.0] * (layers - 10), "altup_active_idx": 0,
+                "altup_coef_clip": 120.0, "altup_correct_scale": True, "altup_num_inputs": 4, "attention_bias": False,
+                "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+                "hidden_size": 2048, "hidden_size_per_layer_input": 256, "intermediate_size": [inner] * layers,
+                "laurel_rank": 64, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * (layers // 5),
+                "max_position_embeddings": 32768, "model_type": "gemma3n_text", "num_attention_heads": 8,
+                "num_hidden_layers": layers, "num_key_value_heads": 2, "num_kv_shared_layers": layers - 20,
+                "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000.0, "rope_scaling": None, "rope_theta": 1000000.0,
+                "sliding_window": 512, "vocab_size": 262400, "vocab_size_per_layer_input": 262144},
+             "audio_config": {"model_type": "gemma3n_audio"}, "vision_config": {"model_type": "gemma3n_vision"}},
+            parameters,
+        )
+        for name, layers, inner, parameters in (
+            ("gemma-3n-E2B-it", 30, 8192, 4_435_182_688), ("gemma-3n-E4B-it", 35, 16384, 6_835_235_568)
+        )
+    },
     **{
         name: (
             {"architectures": ["Gemma4ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {
@@ -627,6 +646,17 @@ def test_the_context_of_gemma_3_is_what_its_config_says() -> None:
     assert model_config_from_dict(PUBLISHED["gemma-3-4b-it"][0]).max_position == 131_072
 
 
+def test_gemma_3n_shares_keys_and_values_over_residual_streams() -> None:
+    model = model_config_from_dict(PUBLISHED["gemma-3n-E2B-it"][0])
+    assert model.altup == AltUp(num_streams=4, laurel_rank=64, sparsities=(0.95,) * 10 + (0.0,) * 20)
+    assert (model.stream_size, model.per_layer_lines, model.max_position) == (8192, 262_144, 32_768)
+    assert model.kv_sources == (*range(20), *((18,) * 4 + (19,)) * 2)
+    assert (model.rope.theta, model.window_rope) == (1e6, RopeConfig(theta=1e4))
+    assert model.full_layers == (4, 9, 14, 19)
+    with pytest.raises(ValueError, match="has layers that differ in their heads, or embeddings for each layer"):
+        rank_config(model, ParallelConfig(size=2))
+
+
 def test_gemma_2_caps_scores_in_windows_of_every_second_layer() -> None:
     model = model_config_from_dict(PUBLISHED["gemma-2-27b-it"][0])
     assert model.layer_windows == (4096, None) * 23
@@ -838,6 +868,10 @@ GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"], "vocab_size_per_layer_input": LLAMA["vocab_size"],
     "hidden_size_per_layer_input": 32, "global_head_dim": 16,
 }  # fmt: skip
+GEMMA3N: dict[str, Any] = {
+    **LLAMA, "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 2, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {**LLAMA, "architectures": ["Gemma9ForCausalLM"]},
@@ -935,6 +969,21 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**GEMMA4, "num_kv_shared_layers": 2, "attention_bias": True, "use_bidirectional_attention": "all"},
         "use_bidirectional_attention is 'all'; only causal.*attention_bias is true",
     ),
+    (
+        {**GEMMA3N, "altup_active_idx": 1, "altup_correct_scale": False},
+        "altup_active_idx is 1; only 0 is.*_scale is Fa",
+    ),
+    (
+        {**GEMMA3N, "intermediate_size": [32, 64]},
+        r"intermediate_size is \[32, 64\]; it must be one size, or an equ",
+    ),
+    ({**GEMMA3N, "activation_sparsity_pattern": [0.5]}, "sparsity is given for 1 of 2 layers"),
+    ({**GEMMA3N, "activation_sparsity_pattern": "all"}, "activation_sparsity_pattern is all; it must be a list of num"),
+    ({**GEMMA3N, "activation_sparsity_pattern": [1.0, 0.0]}, "activation sparsity is 1.0; it must be >= 0 and < 1"),
+    ({**GEMMA3N, "altup_num_inputs": 1}, "1 residual streams are not supported; 2 to 16 are"),
+    ({**GEMMA3N, "laurel_rank": 0}, "laurel_rank is 0; it must be 1 to"),
+    ({**GEMMA3N, "hidden_size_per_layer_input": 0}, "residual streams need embeddings per layer"),
+    ({**GEMMA3N, "num_kv_shared_layers": 1}, "num_kv_shared_layers is 1 of 2 layers; none before them is of the kind"),
     ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers is 2 of 2 layers; none before them is of the kind"),
     (
         {**GEMMA4, "hidden_size_per_layer_input": 48},
@@ -1060,7 +1109,7 @@ def test_all_reasons_are_given_at_once() -> None:
 
 TEXT = {"num_hidden_layers": 2, "num_experts": 4}
 UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
-    ("Gemma3nForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
+    ("Gemma9nForConditionalGeneration", {"vision_config": {"a": 1}, "text_config": {"sliding_window_pattern": 6}},
      "image inputs .a vision tower., sliding-window attention layers"),
     ("OlmoNextForCausalLM", {"linear_num_key_heads": 16, **TEXT}, "linear attention layers .Gated DeltaNet."),
     ("Qwen9ForConditionalGeneration",
@@ -1119,7 +1168,7 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified")
+TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM")  # fmt: skip
@@ -1210,6 +1259,11 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings.pop("rope_theta")  # without rope settings its config class ignores it
     if "Gemma4Unified" in architecture:
         settings |= {"sliding_window": 77, "attention_bias": False}
+    if "Gemma3n" in architecture:
+        settings |= {"sliding_window": 77, "attention_bias": False, "num_kv_shared_layers": 0, "altup_num_inputs": 3,
+                     "laurel_rank": 12, "rope_local_base_freq": 3e4, "final_logit_softcapping": 7.0,
+                     "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 900,
+                     "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
     if architecture == "ArceeForCausalLM":
         settings |= {"hidden_act": "relu2", "mlp_bias": False}
     if architecture == "CohereForCausalLM":

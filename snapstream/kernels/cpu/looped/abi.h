@@ -47,6 +47,11 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     // [P, D], and the gate [P, D] and projection [D, P] of what it adds, which has the norm [D].
     Stack per_layer_table, per_layer_in, per_layer_gate, per_layer_out;
     const float* per_layer_norm;
+    // Of models with S residual streams: a low-rank branch beside attention [R, D], [D, R] and its norm [D]; the router
+    // [S, D], times its norm and 1 / D; coefficients [S S, S] and [S, S]; [D], of what the embedding above is gated by.
+    Stack laurel_in, laurel_out;
+    const float *laurel_norm, *stream_router, *stream_prediction, *stream_correction, *stream_scale;
+    float deviations;  // gates lose their mean and so many deviations, and are 0 below; -infinity: they lose nothing
 };
 
 struct Mixture {  // of experts, in the L' layers that have them; no experts: none (experts.h). LayerParts has the matrices.
@@ -112,6 +117,11 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t norms_values;                                       // each head of v, without weights
     int64_t per_layer_dim;                                      // P, of embeddings for each layer; 0: none
     const float* per_layer_in_norm;                             // [P]
+    // S residual streams, 0 where there is one: what makes the others of the embedding [(S - 1) D, D], and [S - 1] of
+    // [D, D], of what each adds to the last.
+    int64_t streams;
+    Stack streams_in;
+    const Stack* streams_out;
     int64_t activation;                                         // of MLPs and experts
     int64_t gate_dim;  // qkv begins with gates [H, 1 or E], whose sigmoid multiplies the output of attention; 0: not
     const float* window_frequencies;                            // [window_rotated / 2], of layers with windows; or null

@@ -99,9 +99,11 @@ struct StepBuffers {
     // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers; what these project, there or apart in layers that have both; gate and up [B, 2I]; packed activations;
     // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
     // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
-    // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave.
+    // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave, or a
+    // low-rank branch beside attention, of numbers low [B, R]; the first of S residual streams [B, D], and the others
+    // [B, S - 1, D].
     float *residual, *heads, *mixed, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
-        *outputs, *embedded, *beside, *drafts;  // drafts: of recurrent layers (recurrent.h)
+        *outputs, *embedded, *beside, *low, *first_stream, *streams, *drafts;  // drafts: of recurrent layers (recurrent.h)
     std::vector<float*> scratch;  // of each thread
 
     StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);
@@ -134,6 +136,7 @@ inline bool recurs(const Model& model, int64_t layer) {
     return model.mixers[layer] == RECURRENT || model.mixers[layer] == BOTH;
 }
 inline int64_t attention_stages(const Model& model) { return !model.latent.rank ? 4 : model.latent.q_rank ? 9 : 7; }
+constexpr int64_t MOST_STREAMS = 16;
 constexpr int64_t MLP_STAGES = 4, MIXTURE_STAGES = 6, PER_LAYER_STAGES = 4;
 inline bool is_beside_mlp(const Model& model) { return model.mixture.mlp_part_norm; }
 // Of the MLP, or of experts in its place, or of both and of the sum.

@@ -27,6 +27,7 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     const bool both = model.mixers[0] == BOTH;  // as all layers are
     int64_t projected = both ? 0 : model.recurrent.projected, whole = 0;
     int64_t expanded = 2 * model.per_layer_dim, widest = widest_input(model);
+    if (model.streams) widest = std::max(widest, model.parts[0].laurel_out.cols);
     for (int64_t layer = 0; layer < model.layers; ++layer) {
         const LayerParts& parts = model.parts[layer];
         projected = std::max(projected, head_numbers(parts));
@@ -48,7 +49,10 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     const bool has_outputs = model.is_parallel || std::any_of(model.parts, model.parts + model.layers, has_out_norm);
     outputs = cut(has_outputs ? batch * model.hidden : 0);
     embedded = cut(model.per_layer_dim ? batch * padded(model.hidden) : 0);
-    beside = cut(is_beside_mlp(model) ? batch * model.hidden : 0);
+    beside = cut(is_beside_mlp(model) || model.streams ? batch * model.hidden : 0);
+    low = cut(model.streams ? batch * model.parts[0].laurel_in.rows : 0);
+    first_stream = cut(model.streams ? batch * model.hidden : 0);
+    streams = cut(model.streams ? batch * (model.streams - 1) * model.hidden : 0);
     const Recurrent& recurrent = model.recurrent;
     int64_t recurring = 0;  // layers
     for (int64_t i = 0; recurrent.drafted && i < model.layers; ++i) recurring += recurs(model, i);

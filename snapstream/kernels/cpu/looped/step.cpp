@@ -61,6 +61,117 @@ void angles_of(Work& w, int64_t position, bool is_window, float* out) {
     }
 }
 
+// -- residual streams (reference: AltUpLayer and Streams in ../../../models/layers.py)
+
+float* stream_of(Work& w, int64_t b, int64_t i) {
+    const int64_t others = w.model.streams - 1;
+    return i ? w.engine.streams + (b * others + i - 1) * w.model.hidden : w.engine.first_stream + b * w.model.hidden;
+}
+
+// shares [count] += coefficients [count, S] times tanh(router x): x has its norm there.
+void add_shares(Work& w, const LayerParts& own, const float* x, const float* coefficients, int64_t count, float* shares) {
+    const int64_t size = w.model.hidden;
+    const float factor = norm_factor(x, size, w.model.eps);
+    for (int64_t s = 0; s < w.model.streams; ++s) {
+        const float seen = std::tanh(factor * dot(x, own.stream_router + s * size, size));
+        for (int64_t i = 0; i < count; ++i) shares[i] += coefficients[i * w.model.streams + s] * seen;
+    }
+}
+
+// Before attention: all streams are predicted from all, and the layer goes on with the first.
+void predict_streams(Work& w, int64_t layer, int64_t b) {
+    const int64_t count = w.model.streams;
+    const LayerParts& own = w.model.parts[layer];
+    float shares[MOST_STREAMS * MOST_STREAMS] = {};
+    add_shares(w, own, stream_of(w, b, 0), own.stream_prediction, count * count, shares);
+    for (int64_t i = 0; i < w.model.hidden; i += W) {
+        const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
+        vec x[MOST_STREAMS];
+        for (int64_t s = 0; s < count; ++s) x[s] = load_some(stream_of(w, b, s) + i, some);
+        for (int64_t s = 0; s < count; ++s) {
+            vec sum = x[s];
+            for (int64_t from = 0; from < count; ++from) sum += shares[s * count + from] * x[from];
+            std::memcpy(stream_of(w, b, s) + i, &sum, some * 4);
+            if (!s) std::memcpy(w.engine.residual + b * w.model.hidden + i, &sum, some * 4);
+        }
+    }
+}
+
+// Before the MLP: what attention added and the low-rank branch.
+void join_branches(Work& w, int64_t layer, int64_t b) {
+    const int64_t size = w.model.hidden, first = b * size;
+    float* x = w.engine.residual + first;
+    const LayerParts& own = w.model.parts[layer];
+    const float factor = w.engine.factors[b];
+    for (int64_t i = 0; i < size; ++i) x[i] += x[i] * factor * own.input_norm[i];
+    add_norm(w, w.engine.outputs + first, own.attention_out_norm, x);
+    add_norm(w, w.engine.beside + first, own.laurel_norm, x);
+    for (int64_t i = 0; i < size; ++i) x[i] *= 0.70710678f;
+}
+
+// Behind the MLP: all streams are corrected by how the first differs from its prediction.
+void correct_streams(Work& w, int64_t layer, int64_t b) {
+    const int64_t size = w.model.hidden;
+    const LayerParts& own = w.model.parts[layer];
+    float *x = w.engine.residual + b * size, *predicted = stream_of(w, b, 0), shares[MOST_STREAMS];
+    std::fill(shares, shares + MOST_STREAMS, 1.0f);
+    add_norm(w, w.engine.outputs + b * size, own.mlp_out_norm, x);
+    add_shares(w, own, x, own.stream_correction, w.model.streams, shares);
+    for (int64_t i = 0; i < size; ++i) x[i] -= predicted[i];
+    for (int64_t s = 0; s < w.model.streams; ++s)
+        for (int64_t i = 0; i < size; ++i) stream_of(w, b, s)[i] += shares[s] * x[i];
+    for (int64_t i = 0; i < size; ++i) x[i] = predicted[i] * own.stream_scale[i];
+}
+
+// Makes the root mean square of x that of `like`.
+void resize(Work& w, float* x, const float* like) {
+    const int64_t size = w.model.hidden;
+    const float factor = std::min(norm_factor(x, size, 0.0f), 316.22777f) / norm_factor(like, size, 0.0f);
+    for (int64_t i = 0; i < size; ++i) x[i] *= factor;
+}
+
+template <class From>  // from(b): x [D] of a token, multiplied to out [B, rows]
+void project_rows(Work& w, const Stack& matrix, From from, float* out) {
+    w.end_part();
+    make_input(w, matrix, [&](int64_t b, int64_t first, int64_t count, float* made) {
+        std::copy(from(b) + first, from(b) + first + count, made);
+    });
+    w.end_part();
+    project(w, matrix, nullptr, out);
+}
+
+void split_streams(Work& w) {
+    const int64_t size = w.model.hidden;
+    const auto embedded = [&](int64_t b) { return w.engine.residual + b * size; };
+    project_rows(w, w.model.streams_in, embedded, w.engine.streams);
+    w.end_part();
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        std::copy(embedded(b), embedded(b) + size, stream_of(w, b, 0));
+        for (int64_t s = 1; s < w.model.streams; ++s) resize(w, stream_of(w, b, s), embedded(b));
+    });
+}
+
+// Behind the last layer: the mean of all streams, each projected.
+void merge_streams(Work& w) {
+    const int64_t size = w.model.hidden;
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        std::copy(stream_of(w, b, 0), stream_of(w, b, 0) + size, w.engine.residual + b * size);
+    });
+    for (int64_t s = 1; s < w.model.streams; ++s) {
+        project_rows(w, w.model.streams_out[s - 1], [&](int64_t b) { return stream_of(w, b, s); }, w.engine.beside);
+        w.end_part();
+        w.share(w.step.batch, 1, [&](int64_t b) {
+            float* x = w.engine.beside + b * size;
+            resize(w, x, stream_of(w, b, 0));
+            for (int64_t i = 0; i < size; ++i) w.engine.residual[b * size + i] += x[i];
+        });
+    }
+    w.end_part();
+    norm_settled(w, w.model.final_norm, w.model.head, [&](int64_t b) {
+        for (int64_t i = 0; i < size; ++i) w.engine.residual[b * size + i] /= w.model.streams;
+    });
+}
+
 int64_t token_of(Work& w, int64_t b) { return w.step.inputs ? w.step.inputs[b] : w.rows.last_token[w.step.rows[b]]; }
 
 void embed(Work& w) {
@@ -74,6 +185,7 @@ void embed(Work& w) {
         if (w.model.window_frequencies)
             angles_of(w, position, true, w.engine.angles + (w.step.batch + b) * w.model.head_dim);
     });
+    if (w.model.streams) split_streams(w);
 }
 
 void look(Likeliest& best, const float* scores, int64_t first, int64_t count) {
@@ -170,6 +282,21 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
     }
 }
 
+// Attention over the first of several streams, and beside it a low-rank branch of the same input, to `beside`.
+void streams_stage(Work& w, int64_t layer, int64_t stage) {
+    const LayerParts& own = w.model.parts[layer];
+    if (stage == 0)
+        return norm_settled(w, own.input_norm, own.qkv, [&](int64_t b) { predict_streams(w, layer, b); }, rest_of(own));
+    attention_stage(w, layer, stage);
+    const auto low = [&](int64_t b) { return w.engine.low + b * own.laurel_in.rows; };
+    if (stage == 3) project_rows(w, own.laurel_out, low, w.engine.beside);
+    if (stage != 1) return;
+    w.end_part();
+    pack_normed(w, own.input_norm, own.laurel_in);
+    w.end_part();
+    project(w, own.laurel_in, nullptr, w.engine.low);
+}
+
 // Attention and recurrence over one normed input, each added to the residual stream, which neither reads by then.
 void both_stage(Work& w, int64_t layer, int64_t stage) {
     if (stage == 3) return recurrent_stage(w, layer, stage);
@@ -204,6 +331,9 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
 void mlp_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& own = w.model.parts[layer];
     const float* packed = activates_at_once(w, layer) ? w.engine.gate_up : w.engine.packed;
+    if (stage == 0 && w.model.streams)
+        return norm_settled(w, own.post_norm, own.gate_up,
+                            [&](int64_t b) { join_branches(w, layer, b); });
     if (stage == 3 && is_beside_mlp(w.model)) return project(w, own.down, own.down_bias, w.engine.beside, packed);
     switch (stage) {
         case 0:
@@ -224,7 +354,10 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
     float *gates = w.engine.gate_up, *embedded = gates + w.step.batch * size;
     switch (stage) {
         case 0:
-            return norm_input(w, nullptr, own.per_layer_gate, AFTER_MLP, own.mlp_out_norm);
+            return norm_settled(w, nullptr, own.per_layer_gate, [&](int64_t b) {
+                if (w.model.streams) return correct_streams(w, layer, b);
+                settle_stream(w, AFTER_MLP, b, own.mlp_out_norm, 1.0f);
+            });
         case 1:
             project(w, own.per_layer_gate, nullptr, gates);
             w.end_part();
@@ -234,7 +367,8 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
             w.share(w.step.batch, 1, [&](int64_t b) {
                 float* x = embedded + b * size;
                 const float factor = norm_factor(x, size, w.model.eps), root = std::sqrt(static_cast<float>(size));
-                copy_row(own.per_layer_table, token_of(w, b), w.scratch);
+                const int64_t token = token_of(w, b);
+                copy_row(own.per_layer_table, token < own.per_layer_table.rows ? token : 0, w.scratch);
                 for (int64_t i = 0; i < size; ++i)
                     x[i] = (x[i] * factor * w.model.per_layer_in_norm[i] + w.scratch[i] * root) * 0.70710678f;
             });
@@ -246,7 +380,14 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
                     store(out + i, gated(load_some(gates + at, some), load_some(embedded + at, some)));
                 }
             });
-        default: return add_product(w, own.per_layer_out, nullptr, own.per_layer_norm, AFTER_MLP);
+        default:
+            add_product(w, own.per_layer_out, nullptr, own.per_layer_norm, AFTER_MLP);
+            if (!w.model.streams) return;
+            w.end_part();
+            w.share(w.step.batch, 1, [&](int64_t b) {
+                const float* added = w.engine.outputs + b * w.model.hidden;
+                for (int64_t s = 1; s < w.model.streams; ++s) add_norm(w, added, own.per_layer_norm, stream_of(w, b, s));
+            });
     }
 }
 
@@ -254,6 +395,7 @@ void layer_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t attention = attention_stages(w.model);
     if (stage < attention && w.model.mixers[layer] == RECURRENT) return recurrent_stage(w, layer, stage);
     if (stage < attention && w.model.mixers[layer] == BOTH) return both_stage(w, layer, stage);
+    if (stage < attention && w.model.streams) return streams_stage(w, layer, stage);
     if (stage < attention) return w.latent.rank ? latent_stage(w, layer, stage) : attention_stage(w, layer, stage);
     const int64_t own = stage - attention, last = mlp_stages(w.model);
     if (own >= last) return per_layer_stage(w, layer, own - last);
@@ -306,7 +448,8 @@ void run(Work& w) {
         if (stage == 0) embed(w);
         else if (stage <= w.model.layers * layer_stages(w.model))
             layer_stage(w, (stage - 1) / layer_stages(w.model), (stage - 1) % layer_stages(w.model));
-        else if (stage == num_stages(w.model) - 2) 
+        else if (stage == num_stages(w.model) - 2 && w.model.streams) merge_streams(w);
+        else if (stage == num_stages(w.model) - 2)
             norm_input(w, w.model.final_norm, w.model.head, turn_before(w, w.model.layers),
                        last_norm(w, w.model.layers - 1), w.model.parts[w.model.layers - 1].scalar);
         else head_stage(w);

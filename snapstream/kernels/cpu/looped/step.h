@@ -57,12 +57,28 @@ inline float query_scale(const Work& w, int64_t b) {
     return 1.0f + w.model.query_beta * std::log1p(static_cast<float>(position_of(w, b) / w.model.scaled_from));
 }
 
-inline float norm_factor(const float* x, int64_t count, float eps) {
+inline float dot(const float* x, const float* y, int64_t count) {
     vec sum = {};
     int64_t i = 0;
-    for (; i + W <= count; i += W) sum += load(x + i) * load(x + i);
-    const vec rest = load_some(x + i, count - i);
-    return 1.0f / std::sqrt(sum_of(sum + rest * rest) / static_cast<float>(count) + eps);
+    for (; i + W <= count; i += W) sum += load(x + i) * load(y + i);
+    return sum_of(sum + load_some(x + i, count - i) * load_some(y + i, count - i));
+}
+
+inline float mean_of(const float* x, int64_t count) {
+    vec sum = {};
+    int64_t i = 0;
+    for (; i + W <= count; i += W) sum += load(x + i);
+    return sum_of(sum + load_some(x + i, count - i)) / static_cast<float>(count);
+}
+
+inline float norm_factor(const float* x, int64_t count, float eps) {
+    return 1.0f / std::sqrt(dot(x, x, count) / static_cast<float>(count) + eps);
+}
+
+// Adds the norm of own [D], times `share`, to x.
+inline void add_norm(const Work& w, const float* own, const float* norm, float* x, float share = 1.0f) {
+    const float factor = share * norm_factor(own, w.model.hidden, w.model.eps);
+    for (int64_t i = 0; i < w.model.hidden; ++i) x[i] += own[i] * factor * norm[i];
 }
 
 // The ranks' partial sums of token b, added to `from` unless that is null: out [D], which may be `from`.
@@ -89,9 +105,7 @@ inline void settle(Work& w, Turn turn, int64_t b, const float* out_norm = nullpt
     const int64_t size = w.model.hidden, first = b * size;
     float *x = w.engine.residual + first, *own = out_norm ? w.engine.outputs + first : x;
     if (!w.ranks.is_alone()) sum_parts(w, turn, b, out_norm ? nullptr : x, own);
-    if (!out_norm) return;
-    const float factor = w.model.residual_multiplier * norm_factor(own, size, w.model.eps);
-    for (int64_t i = 0; i < size; ++i) x[i] += own[i] * factor * out_norm[i];
+    if (out_norm) add_norm(w, own, out_norm, x, w.model.residual_multiplier);
 }
 
 // Where the ranks' sums of a part of a layer go. Layers of one part take both places in turn: a rank may still read the
@@ -227,11 +241,8 @@ inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm,
     settle(w, added, b, out_norm);
     for (int64_t i = 0; scalar != 1.0f && i < w.model.hidden; ++i) x[i] *= scalar;
     if (!w.model.is_centered) return;
-    vec sum = {};
-    int64_t i = 0;
-    for (; i + W <= w.model.hidden; i += W) sum += load(x + i);
-    const float mean = sum_of(sum + load_some(x + i, w.model.hidden - i)) / static_cast<float>(w.model.hidden);
-    for (i = 0; i < w.model.hidden; ++i) x[i] -= mean;
+    const float mean = mean_of(x, w.model.hidden);
+    for (int64_t i = 0; i < w.model.hidden; ++i) x[i] -= mean;
 }
 
 // The input of a product: the norm of the residual stream, whose factors are known.
@@ -243,15 +254,21 @@ inline void pack_normed(Work& w, const float* weight, const Stack& next, const S
     }, rest);
 }
 
-// weight: null where the residual stream itself is read; out_norm: of what was added last, or null; scalar: of the sum.
-inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr,
-                       float scalar = 1.0f, const Stack* rest = nullptr) {
+// weight: null where the residual stream itself is read; settle(b) makes it what is read.
+template <class Settle>
+void norm_settled(Work& w, const float* weight, const Stack& next, Settle settle, const Stack* rest = nullptr) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        settle_stream(w, added, b, out_norm, scalar);
+        settle(b);
         w.engine.factors[b] = norm_factor(w.engine.residual + b * w.model.hidden, w.model.hidden, w.model.eps);
     });
     w.end_part();
     pack_normed(w, weight, next, rest);
+}
+
+// out_norm: of what was added last, or null; scalar: of the sum.
+inline void norm_input(Work& w, const float* weight, const Stack& next, Turn added, const float* out_norm = nullptr,
+                       float scalar = 1.0f, const Stack* rest = nullptr) {
+    norm_settled(w, weight, next, [&](int64_t b) { settle_stream(w, added, b, out_norm, scalar); }, rest);
 }
 
 // -- the MLP of dense layers
@@ -259,7 +276,7 @@ inline void norm_input(Work& w, const float* weight, const Stack& next, Turn add
 // Whether gate and up are made panel by panel together with their activation, as the next product takes it.
 inline bool activates_at_once(Work& w, int64_t layer) {
     const LayerParts& own = w.model.parts[layer];
-    return own.inner % PANEL == 0 && (!takes_codes(own.down) || PANEL % own.down.group == 0);
+    return std::isinf(own.deviations) && own.inner % PANEL == 0 && (!takes_codes(own.down) || PANEL % own.down.group == 0);
 }
 
 // Panels of gate and of up, `groups.apart` from it, times the tokens: to scratch, [2][tokens][32].
@@ -314,6 +331,15 @@ inline void activate_mlp(Work& w, int64_t layer) {  // where that is a stage of 
     const Gated gated{0.0f, 0.0f, w.model.activation};
     const LayerParts& own = w.model.parts[layer];
     const int64_t rows = own.gate_up.rows;
+    if (!std::isinf(own.deviations)) {  // reference: SparseGLU in ../../../models/layers.py
+        w.share(w.step.batch, 1, [&](int64_t b) {
+            float *gates = w.engine.gate_up + b * rows, mean = mean_of(gates, own.inner);
+            for (int64_t i = 0; i < own.inner; ++i) gates[i] -= mean;
+            const float cutoff = own.deviations * std::sqrt(dot(gates, gates, own.inner) / own.inner);
+            for (int64_t i = 0; i < own.inner; ++i) gates[i] = gates[i] < cutoff ? 0.0f : gates[i] - cutoff;
+        });
+        w.end_part();
+    }
     make_input(w, own.down, [&](int64_t b, int64_t first, int64_t count, float* out) {
         const float *gate = w.engine.gate_up + b * rows + first, *up = gate + rows - own.inner;
         for (int64_t i = 0; i < count; i += W) {
