@@ -35,9 +35,9 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # and 320 lines; then Gemma 2 (205), Falcon-H1 (249, a file), Triton kernels of recurrent layers (229, a file), and what
 # recurrent layers and per-head budgets did not combine with (210); then Q4_K in five bits (270) and drafts of eager and
 # captured decode (340); then 26 architectures in files that exist (750), rows of int8 and int4 on GPUs (220) and drafts
-# under grammars (80); then OLMo hybrid, Bamba and HyperCLOVA X (140) and Gemma 3n (280), while KV re-selection left (480). A
-# module with one importer lives in that importer, unless it is an entry point, an optional dependency or an entry of a
-# registry.
+# under grammars (80); then OLMo hybrid, Bamba and HyperCLOVA X (140) and Gemma 3n (280), while KV re-selection left
+# (480). A module with one importer lives in that importer, unless it is an entry point, an optional dependency or an
+# entry of a registry.
 COUNTS = {
     "Python files of the package": 200,
     "Python lines of the package": 52850,
