@@ -177,7 +177,9 @@ def _hybrid(settings: Settings) -> Recipe:
 
 def _bamba_settings(settings: Settings) -> Settings:
     """Half of a head is rotated unless rope_parameters says otherwise."""
-    indices, count = settings.get("attn_layer_indices") or (), num_layers(settings)
+    indices, count = settings.get("attn_layer_indices") or [], num_layers(settings)
+    if not isinstance(indices, list):
+        raise ValueError(f"attn_layer_indices is {str(indices)[:200]}; it must be a list of layers")
     types = [ATTENTION if layer in indices else MAMBA for layer in range(count)]
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 

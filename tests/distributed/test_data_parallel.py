@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused(folder: Path, settings: dict[str, Any], reaso
 
 # Rows of latents dealt out to two ranks: the tokens of one device, of split heads too, in half of the rows' bytes.
 
-TOLERANCE = 2e-5  # of logits of order 1
+TOLERANCE = 5e-5  # of logits of order 1, up to 5
 
 
 @pytest.fixture(scope="module", params=["deepseek-v3", "deepseek-v2-lite"])

@@ -54,7 +54,7 @@ def carried(group: Group | None, asked: Carried) -> Row:
     job = JobSpec(job_id=0, staging_start=0, entries=(_entry((0,), config),))
     units = UnitRange(0, 0, job.num_units(32, model.num_layers))
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
-    parts, layers = RowParts(runner.cache, None, runner.decoder), range(model.num_layers)
+    parts, layers = RowParts(runner.cache, runner.decoder), range(model.num_layers)
     sent = [bytes(read_later(parts.take(layer, _entry((0,), config)))()) for layer in layers]
     for layer in layers:
         parts.place(layer, _entry((1, 2), config), bytearray(sent[layer]) if group.rank == 0 else None)
