@@ -16,7 +16,7 @@ HYBRIDS = (
 )  # fmt: skip
 DEEP = (
     "peers_all_lfm2-100m_4096_avx2", "peers_all_lfm2-100m_4096_8rows_avx2", "peers_all_qwen3.5-100m_4096_avx2",
-    "peers_all_lfm2-100m_32768_avx2", "peers_all_qwen3.5-100m_4096_8rows",
+    "peers_all_lfm2-100m_32768_avx2", "peers_all_lfm2-100m_4096", "peers_all_qwen3.5-100m_4096_8rows",
 )  # fmt: skip
 ENGINES = ("peers_all_100m", "peers_all_100m_avx2", *HYBRIDS, *DEEP)
 FILES = ("peers_llama_bench_avx2", "peers_llama_bench_depths_avx2", "peers_llama_bench_mixture_avx2")
