@@ -393,7 +393,7 @@ Recurrent = ShortConv | DeltaNet | Mamba2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AltUp:
     """Several residual streams of a token, of which layers compute the first and update the others by it (AltUp, Baykal
-    et al., arXiv 2301.13310), with a low-rank branch beside attention (LAuReL, arXiv 2411.07501) and cut gates (Spark
+    et al., arXiv 2301.13310), with a low-rank branch next to attention (LAuReL, arXiv 2411.07501) and cut gates (Spark
     Transformer, arXiv 2506.06644), as in Gemma 3n.
     """
 

@@ -370,6 +370,7 @@ class LayerEnd:
         self._kernels, self._eps, self._size = kernels, config.rms_norm_eps, config.per_layer_dim
         self._scalar = weights.vector("layer_scalar") if config.has_layer_scalars else None
         self._stream_scale = weights.optional("stream_scale")  # [D]
+        self._num_lines = config.per_layer_lines
         if not self._size:
             return
         self._table, self._in = weights.matrix("embed_per_layer"), weights.matrix("per_layer_in")
@@ -394,7 +395,8 @@ class LayerEnd:
 
     def _added(self, x: Tensor, tokens: TokenInputs | None) -> Tensor:
         assert tokens is not None, "embeddings for each layer need the tokens"
-        ids = tokens.token_ids.masked_fill(tokens.token_ids >= self._table.shape[0], 0)
+        ids, lines = tokens.token_ids, self._num_lines
+        ids = ids.masked_fill(ids >= lines, 0) if lines else ids
         looked_up = self._table.lookup(ids) * float(torch.tensor(self._size**0.5, dtype=x.dtype))
         projected = self._in.multiply(tokens.embedded, None, self._kernels) * tokens.embedded.shape[1] ** -0.5
         own = (self._kernels.rms_norm(projected, self._in_norm, self._eps) + looked_up) * 2.0**-0.5  # [T, P]
@@ -528,7 +530,7 @@ class AltUpLayer(DenseLayer):
     """A layer over S residual streams ``[T, SD]`` side by side (AltUp, arXiv 2301.13310, algorithm 1).
 
     All are predicted from all, attention and MLP run on the first, and all are corrected by how that differs from its
-    prediction. A low-rank branch of the normed input is beside attention (LAuReL, arXiv 2411.07501). Coefficients are
+    prediction. A low-rank branch reads the input of attention (LAuReL, arXiv 2411.07501). Coefficients are
     products of ``tanh(router(norm(x)) / D)``.
     """
 

@@ -298,7 +298,7 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
 
 
 def test_the_text_part_of_gemma_3n(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As published: beside towers, with keys and values in layers that share those of others, which are not read."""
+    """As published: with towers, and with keys and values in layers that share those of others, which are not read."""
     model = build("gemma3n")
     folder = save(model, tmp_path)
     file, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())

@@ -179,7 +179,7 @@ MIXED = ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid"]
 def test_layers_of_several_kinds_equal_the_list_based_engine(
     name: str, is_looped: bool, prompts: list[list[int]], tmp_path: Path
 ) -> None:
-    """Budgets of heads in the full layers, beside windows and states; what is planned is allocated."""
+    """Budgets of heads in the full layers of models with windows and states; what is planned is allocated."""
     if is_looped and find_compiler() is None:
         pytest.skip("looped steps need a C++ compiler")
     folder = save(make_model(name), tmp_path)

@@ -474,7 +474,7 @@ class Spread(Selector):
 
 @dataclass(frozen=True, kw_only=True)
 class Loudest(Selector):
-    """The longest keys, whoever asks."""
+    """The longest keys, whatever the query."""
 
     name: ClassVar[str] = "loudest"
 

@@ -47,7 +47,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     // [P, D], and the gate [P, D] and projection [D, P] of what it adds, which has the norm [D].
     Stack per_layer_table, per_layer_in, per_layer_gate, per_layer_out;
     const float* per_layer_norm;
-    // Of models with S residual streams: a low-rank branch beside attention [R, D], [D, R] and its norm [D]; the router
+    // Of models with S residual streams: a low-rank branch parallel to attention [R, D], [D, R] and its norm [D]; the router
     // [S, D], times its norm and 1 / D; coefficients [S S, S] and [S, S]; [D], of what the embedding above is gated by.
     Stack laurel_in, laurel_out;
     const float *laurel_norm, *stream_router, *stream_prediction, *stream_correction, *stream_scale;

@@ -100,7 +100,7 @@ struct StepBuffers {
     // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
     // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
     // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave, or a
-    // low-rank branch beside attention, of numbers low [B, R]; the first of S residual streams [B, D], and the others
+    // low-rank branch parallel to attention, of numbers low [B, R]; the first of S residual streams [B, D], and the others
     // [B, S - 1, D].
     float *residual, *heads, *mixed, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
         *outputs, *embedded, *beside, *low, *first_stream, *streams, *drafts;  // drafts: of recurrent layers (recurrent.h)

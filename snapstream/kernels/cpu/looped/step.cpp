@@ -282,7 +282,7 @@ void attention_stage(Work& w, int64_t layer, int64_t stage) {
     }
 }
 
-// Attention over the first of several streams, and beside it a low-rank branch of the same input, to `beside`.
+// Attention over the first of several streams, and a low-rank branch of the same input, to `beside`.
 void streams_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& own = w.model.parts[layer];
     if (stage == 0)
@@ -332,8 +332,7 @@ void mlp_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& own = w.model.parts[layer];
     const float* packed = activates_at_once(w, layer) ? w.engine.gate_up : w.engine.packed;
     if (stage == 0 && w.model.streams)
-        return norm_settled(w, own.post_norm, own.gate_up,
-                            [&](int64_t b) { join_branches(w, layer, b); });
+        return norm_settled(w, own.post_norm, own.gate_up, [&](int64_t b) { join_branches(w, layer, b); });
     if (stage == 3 && is_beside_mlp(w.model)) return project(w, own.down, own.down_bias, w.engine.beside, packed);
     switch (stage) {
         case 0:
