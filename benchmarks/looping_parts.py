@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import bounds
 from benchmarks.stand_ins import occupy
-from snapstream.config import EngineConfig, KVBudget, ModelConfig, WeightFormats
+from snapstream.config import EngineConfig, KVBudget, KVDType, ModelConfig, WeightFormats
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.kernels import memory
@@ -117,11 +117,13 @@ def decoder_of(shape: str, width: str) -> Decoder:
 
 
 def runner_of(decoder: Decoder, formats: WeightFormats, max_rows: int, context: int, rows_bytes: int) -> ModelRunner:
-    """Rows of random numbers, as many as ``rows_bytes`` hold, at least one."""
-    row_bytes = decoder.kv_spec().row_bytes(context + 1)
+    """Rows of random numbers, as many as ``rows_bytes`` hold, at least one; of bf16 as engines have them by default."""
+    kv_dtype: KVDType = "auto" if formats.layers.dtype == "float32" else "bfloat16"
+    row_bytes = decoder.kv_spec(kv_dtype).row_bytes(context + 1)
     rows = max(1, min(max_rows, rows_bytes // row_bytes - 1))
     config = EngineConfig(
         budget=KVBudget.full(context + 1), max_model_len=context + 1, max_rows=rows, executor="looped", weights=formats,
+        kv_dtype=kv_dtype,
     )  # fmt: skip
     runner = ModelRunner(decoder, config, make_decode=NoDecode)
     fill_rows(runner.cache)

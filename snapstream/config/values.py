@@ -64,7 +64,7 @@ def kv_dtype_help() -> str:
     grouped = ", ".join(f"{form.name} {form.bits} bits with scales, rotated" for form in own if form.group > 1)
     cpu_only = ", ".join(form.name for form in own if form.cpu_only)
     return (
-        f"Format of rows: auto is that of --dtype, with bfloat16 weights on a CPU bfloat16; {scaled}; {grouped}; "
+        f"Format of rows: auto is that of --dtype, on a CPU bfloat16 unless weights are float32; {scaled}; {grouped}; "
         f"int8/int4 has keys of int8 and values of int4. Only for a CPU: {cpu_only}."
     )
 

@@ -337,14 +337,15 @@ def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_m
 def resolve_formats(model: ModelConfig, options: EngineOptions, *, device: str) -> tuple[WeightFormats, KVDType]:
     """Formats of weights and rows; rows are ``"auto"`` in the compute dtype. ValueError where they conflict.
 
-    Rows follow bf16 weights, of which keys and values are products: the evals found no accuracy that this costs
-    (docs/research/accuracy.md).
+    Keys and values are products of weights: where a CPU has these in less than fp32, rows are bf16. The evals found no
+    accuracy that this costs (docs/research/accuracy.md).
     """
     _check_rows(model, options, device)
     formats = weight_formats(model, options, device=device)
     if options.kv_dtype != "auto":
         return formats, "auto" if options.kv_dtype == options.dtype else options.kv_dtype
-    follows = device == "cpu" and options.dtype == "float32" and formats.layers.dtype == "bfloat16"
+    narrow = bool(formats.own) or (formats.attention or formats.layers).dtype != "float32"
+    follows = device == "cpu" and options.dtype == "float32" and narrow
     executor = executor_of(options.executor or preferred_executor(device))
     reads = executor.reads_row_formats and model.latent is None
     return formats, "bfloat16" if follows and reads else "auto"

@@ -36,7 +36,7 @@ EXECUTORS = ["eager"] if find_compiler() is None else ["eager", "looped"]
 def outputs(model: Path, prompts: list[list[int]], params: SamplingParams = PARAMS, **options: Any) -> Any:
     """In batches of 16, by which the last prompt of 17 waits; checks the bytes that ``plan`` says."""
     settings = {"max_model_len": 128, "chunk_len": 32, "max_rows": 16, "progress": False, "activations": "dtype"}
-    with LLM(model, **settings | {"budget": "full"} | options) as llm:
+    with LLM(model, **settings | {"kv_dtype": "float32", "budget": "full"} | options) as llm:
         weights = llm.engine.runner.decoder.weights  # type: ignore[attr-defined]
         if llm.config.executor == "eager":  # panels fill their last rows
             assert weights.num_bytes == weight_bytes(llm.model_config, "float32", llm.config.weights)

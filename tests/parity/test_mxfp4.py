@@ -65,7 +65,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def answers(folder: Path, **options: Any) -> list[list[int]]:
     settings = {"max_model_len": 160, "chunk_len": 32, "max_rows": 3, "progress": False, "activations": "dtype"}
-    with LLM(folder, **settings | options) as llm:
+    with LLM(folder, **settings | {"kv_dtype": "float32"} | options) as llm:
         weights = llm.engine.runner.decoder.weights  # type: ignore[attr-defined]
         is_kept = folder.name == "mxfp4"
         for name, matrix in weights.matrices.items():

@@ -148,7 +148,8 @@ def written(model: str, says: dict[str, Any], target: Path, **more: int) -> tupl
 
 def answers(folder: Path, **options: Any) -> list[list[int]]:
     settings = {"max_model_len": 128, "chunk_len": 32, "max_rows": 3, "progress": False, "activations": "dtype"}
-    with LLM(folder, **settings | {"budget": "full"} | options) as llm:
+    settings |= {"kv_dtype": "float32", "budget": "full"}
+    with LLM(folder, **settings | options) as llm:
         weights = llm.engine.runner.decoder.weights  # type: ignore[attr-defined]
         if llm.config.executor == "eager":
             assert weights.num_bytes == weight_bytes(llm.model_config, "float32", llm.config.weights)

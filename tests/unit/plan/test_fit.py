@@ -223,15 +223,16 @@ def test_plan_and_engine_have_one_rule(weights: Any, stored: Any, kind: Any, dty
     assert DecoderWeights.empty(model, getattr(torch, dtype), "meta", config.weights).num_bytes == plan.weight_bytes
 
 
-def test_rows_follow_weights_of_bf16_on_a_cpu() -> None:
+def test_rows_are_bf16_on_a_cpu_unless_weights_are_fp32() -> None:
     def rows(model: ModelConfig = MODEL, device: str = "cpu", **options: Any) -> str:
         return engine_config(model, EngineOptions(**options), KVBudget.full(64), 64, device=device).kv_dtype
 
     assert rows() == rows(executor="eager") == rows(kv_dtype="bfloat16") == "bfloat16"
     assert rows(kv_dtype="float32") == "auto"  # those of the dtype
     assert rows(kv_dtype="int8") == "int8"
-    assert rows(weights="float32") == rows(weights="int8") == "auto"
-    assert rows(replace(MODEL, stored=StoredWeights(dtype="float16"))) == "auto"
+    assert rows(weights="float32") == rows(replace(MODEL, stored=StoredWeights(dtype="float32"))) == "auto"
+    assert rows(weights="int8") == rows(weights="int4") == "bfloat16"
+    assert rows(replace(MODEL, stored=StoredWeights(dtype="float16"))) == "bfloat16"
     assert rows(device="cuda", dtype="bfloat16") == rows(device="cuda", weights="bfloat16") == "auto"
     with pytest.raises(ValueError, match="kv_dtype is 'float32' and dtype 'bfloat16'"):
         rows(kv_dtype="float32", dtype="bfloat16")

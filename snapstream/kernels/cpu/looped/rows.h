@@ -356,7 +356,7 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
     for (int64_t first = 0; first < n; first += W) {
         const int64_t left = n - first;
         const char* ahead = keys + first * token + ROW_AHEAD;
-        for (int64_t i = 0; i < W * token; i += 64) __builtin_prefetch(ahead + i);
+        const char* const behind = ahead + W * token;
         vec sums[R][4];
         for (int group = 0; group < BLOCKS; ++group) {
             const char* key[SLOTS_AT_ONCE];
@@ -364,6 +364,9 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
                 key[k] = keys + (first + std::min<int64_t>(slot_of(group, k), left - 1)) * token;
             vec acc[R][SLOTS_AT_ONCE] = {};
             for (int64_t e = 0; e < whole; e += W) {
+                // a few lines at a time: while many are asked for at once, nothing is computed
+                for (int i = 0; i < Form::bytes(SLOTS_AT_ONCE * W) && ahead < behind; i += 64, ahead += 64)
+                    __builtin_prefetch(ahead);
                 vec own[SLOTS_AT_ONCE];
                 UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) own[k] = Form::at(key[k], e);
                 UNROLL for (int r = 0; r < R; ++r) {
