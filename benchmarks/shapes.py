@@ -41,7 +41,10 @@ QWEN35_100M: dict[str, Any] = {
     "linear_num_key_heads": 12, "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-
+QWEN35_TINY = QWEN35_100M | {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+                             "num_attention_heads": 4, "head_dim": 32, "linear_num_key_heads": 2,
+                             "linear_num_value_heads": 6, "linear_key_head_dim": 32,
+                             "linear_value_head_dim": 32}  # fmt: skip
 GRANITE_H_100M: dict[str, Any] = {
     "model_type": "granitemoehybrid", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048,
     "shared_intermediate_size": 2048, "num_local_experts": 0, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -49,6 +52,10 @@ GRANITE_H_100M: dict[str, Any] = {
     "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(12)],
     "max_position_embeddings": 40960, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+GRANITE_H_TINY = GRANITE_H_100M | {"vocab_size": 1024, "hidden_size": 128, "shared_intermediate_size": 256,
+                                   "num_hidden_layers": 4, "layer_types": GRANITE_H_100M["layer_types"][:4],
+                                   "num_attention_heads": 4, "num_key_value_heads": 2, "mamba_n_heads": 8,
+                                   "mamba_d_head": 32, "mamba_d_state": 64, "mamba_n_groups": 2}  # fmt: skip
 
 
 def random_checkpoint(folder: Path, shape: dict[str, Any]) -> None:

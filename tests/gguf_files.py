@@ -1,4 +1,7 @@
-"""GGUF files of checkpoints that transformers wrote, by the writer of ggml's package and llama.cpp's conventions."""
+"""GGUF files of checkpoints that transformers wrote, by the writer of ggml's package and llama.cpp's conventions.
+
+Benchmarks of llama.cpp write theirs with it, too.
+"""
 
 from __future__ import annotations
 
@@ -240,6 +243,27 @@ def raw_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray[Any,
     return data.reshape(*shape[:-1], -1)
 
 
+def start(
+    file: Path, settings: dict[str, Any], tokens: dict[str, Any], num_tensors: int = 0,
+    more: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """A writer of a model with these ``settings``, which lacks the tensors; ``num_tensors`` and ``more`` as below."""
+    arch = arch_of(settings)
+    writer = gguf.GGUFWriter(file, arch, split_max_tensors=num_tensors)
+    for name, value in (metadata_of(settings, arch) | (more or {})).items():
+        _add(writer, f"{arch}.{name}", value)
+    for name, value in tokens.items():
+        _add(writer, name, value)
+    return writer
+
+
+def end(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(
     folder: Path, file: Path, kind: str | dict[str, str] = "F32", *, tokens: dict[str, Any] | None = None,
     num_tensors: int = 0, numbers_of: Path | None = None, change: Callable[[Tensors], Tensors] | None = None,
@@ -249,12 +273,7 @@ def write_gguf(
     ``numbers_of``: a file of this model whose numbers it has; ``change`` of its tensors; ``more`` settings.
     """
     settings = settings_of(folder)
-    arch = arch_of(settings)
-    writer = gguf.GGUFWriter(file, arch, split_max_tensors=num_tensors)
-    for name, value in (metadata_of(settings, arch) | (more or {})).items():
-        _add(writer, f"{arch}.{name}", value)
-    for name, value in (tokens or {"tokenizer.ggml.model": "no_vocab"}).items():
-        _add(writer, name, value)
+    writer = start(file, settings, tokens or {"tokenizer.ggml.model": "no_vocab"}, num_tensors, more)
     found = tensors_of(folder)
     if numbers_of is not None:
         stored = {tensor.name: tensor for tensor in gguf.GGUFReader(numbers_of).tensors}
@@ -274,10 +293,7 @@ def write_gguf(
         except NotImplementedError:
             data = raw_blocks(numbers.shape, own, seed)
         writer.add_tensor(name, data, raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    end(writer)
     return file if file.exists() else next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))))
 
 

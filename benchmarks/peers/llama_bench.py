@@ -28,35 +28,34 @@ from benchmarks.machine import ceilings, report
 from benchmarks.peers.arms import ENVIRONMENTS
 from benchmarks.peers.gguf_file import write_random_gguf
 
-QWEN3 = {"model_type": "qwen3", "vocab_size": 151936, "num_attention_heads": 32, "num_key_value_heads": 8,
-         "head_dim": 128, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 1e6},
-         "max_position_embeddings": 40960}  # fmt: skip
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
+QWEN3_MOE = QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"]}
+TINY = {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}  # fmt: skip
+LFM2 = {"architectures": ["Lfm2ForCausalLM"], "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "conv_L_cache": 3, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        "layer_types": ["full_attention" if at in (2, 5, 8, 10, 12, 14) else "conv" for at in range(16)],
+        "norm_eps": 1e-5, "max_position_embeddings": 128000,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}  # fmt: skip
 # As published, but for the stretched rotary frequencies of Llama 3.2, which cost nothing.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
                            "num_attention_heads": 16},
-    "llama-3.2-1b": {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-                     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-                     "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 5e5}, "max_position_embeddings": 131072},
+    "llama-3.2-1b": {"architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 2048,
+                     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+                     "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+                     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "qwen3-4b": QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36},
-    # Ten layers with short convolutions, six with attention.
-    "lfm2-1.2b": {"model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "intermediate_size": 8192,
-                  "num_hidden_layers": 16, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "conv_L_cache": 3,
-                  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
-                  "rope_parameters": {"rope_theta": 1e6}, "max_position_embeddings": 128000},
+    "lfm2-1.2b": LFM2,
     # Of 48 layers and of the vocabulary a 24th each, so that the shares of a step are those of the model.
-    "qwen3-30b-a3b-24th": QWEN3 | {"model_type": "qwen3moe", "vocab_size": 6331, "hidden_size": 2048,
-                                   "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 2,
-                                   "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4},
-    "tiny": QWEN3 | {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-                     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "tiny-moe": QWEN3 | {"model_type": "qwen3moe", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
-                         "moe_intermediate_size": 256, "num_hidden_layers": 2, "num_experts": 8,
-                         "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "tiny-lfm2": {"model_type": "lfm2", "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
-                  "num_hidden_layers": 3, "full_attn_idxs": [1], "conv_L_cache": 3, "num_attention_heads": 4,
-                  "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-5,
-                  "rope_parameters": {"rope_theta": 1e6}, "max_position_embeddings": 40960},
+    "qwen3-30b-a3b-24th": QWEN3_MOE | {"vocab_size": 6331, "hidden_size": 2048, "intermediate_size": 6144,
+                                       "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_experts": 128,
+                                       "num_experts_per_tok": 8, "num_key_value_heads": 4},
+    "tiny": QWEN3 | TINY,
+    "tiny-moe": QWEN3_MOE | TINY | {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2},
+    "tiny-lfm2": LFM2 | TINY | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
 }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -22,11 +21,11 @@ from benchmarks.peers import arms, compare, work
 from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
-from benchmarks.peers.gguf_file import gguf_name, gguf_tensors, write_gguf, write_random_gguf
+from benchmarks.peers.gguf_file import write_gguf, write_random_gguf
 from benchmarks.peers.llama_bench import SHAPES, peer_figures
 from benchmarks.peers.run_snapstream import start
 from benchmarks.peers.work import Job, prompts_of
-from benchmarks.shapes import LFM2_TINY, QWEN3_TINY, random_checkpoint
+from benchmarks.shapes import GRANITE_H_TINY, LFM2_TINY, QWEN3_TINY, QWEN35_TINY, random_checkpoint
 from snapstream.config import EngineOptions
 from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import decode_weight_bytes
@@ -86,17 +85,6 @@ def test_bytes_of_a_step() -> None:
             assert most == DecoderWeights.empty(model, torch.float32, "cpu", formats).num_bytes
         expert = sum(formats.layers.num_bytes(shape) for shape in ((2 * 32, 64), (64, 32)))  # gate and up in one
         assert most - step_bytes(model, formats, 3) == pytest.approx(2 * expert)
-
-
-def test_experts_of_a_layer_are_one_tensor() -> None:
-    assert gguf_name("model.layers.3.mlp.experts.17.down_proj.weight") == "blk.3.ffn_down_exps.weight"
-    assert gguf_name("model.layers.3.mlp.gate.weight") == "blk.3.ffn_gate_inp.weight"
-    with mixture_folder(SHAPE) as folder:
-        found = gguf_tensors(Path(folder))
-        assert found["blk.1.ffn_up_exps.weight"].shape == (4, 32, 64)
-        assert found["blk.1.ffn_down_exps.weight"].shape == (4, 64, 32)
-        assert not any("experts" in name for name in found)
-        assert not numpy.array_equal(found["blk.1.ffn_up_exps.weight"][0], found["blk.1.ffn_up_exps.weight"][1])
 
 
 def test_the_table() -> None:
@@ -167,14 +155,14 @@ def test_arms_take_turns_and_what_cannot_run_is_named(monkeypatch: pytest.Monkey
     assert all_of_them["left_out"] == {"absent": "not installed"} and all_of_them["versions"].keys() == {"one", "other"}
 
 
-def test_names_of_tensors() -> None:
-    assert gguf_name("model.layers.11.self_attn.q_norm.weight") == "blk.11.attn_q_norm.weight"
-    assert gguf_name("model.embed_tokens.weight") == "token_embd.weight"
-    assert gguf_name("model.norm.weight") == "output_norm.weight"
+MIXTURE = SHAPE | {"model_type": "qwen3_moe", "vocab_size": 1024}
 
 
-def test_a_hybrids_file_is_its_checkpoint(tmp_path: Path) -> None:
-    random_checkpoint(tmp_path, LFM2_TINY)
+@pytest.mark.parametrize(
+    "shape", [QWEN3_TINY, MIXTURE, LFM2_TINY, QWEN35_TINY, GRANITE_H_TINY], ids=lambda own: own.get("model_type")
+)
+def test_a_file_for_llama_cpp_is_its_checkpoint(shape: dict[str, Any], tmp_path: Path) -> None:
+    random_checkpoint(tmp_path, shape)
     write_gguf(tmp_path, tmp_path / "model.gguf", "f32")
     generate = [
         start(Job(**{**vars_of(JOB), "folder": str(path), "option": "eager float32"}), 2)
