@@ -66,8 +66,6 @@ class PackedCodes {
     }
 
   private:
-    typedef int8_t bytes __attribute__((vector_size(W)));
-
     void put_group(int64_t index, const float* x) const {
         int32_t* to = to_ + index * stride_ * (2 + group_ / 4 * words_);
         const float scale = scale_of(x);
@@ -76,8 +74,7 @@ class PackedCodes {
         ints sum = {};
         for (int64_t i = 0; i < group_; i += W) {
             const ints own = (ints)(load(x + i) / divisor + magic) - (ints)magic;
-            const bytes narrow = __builtin_convertvector(own, bytes);
-            std::memcpy(reinterpret_cast<char*>(codes) + i, &narrow, W);
+            store_bytes(reinterpret_cast<char*>(codes) + i, own);
             sum += own;
         }
         int32_t total = 0;

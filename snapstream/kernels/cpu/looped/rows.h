@@ -62,10 +62,17 @@ inline uint8_t narrow_fp8(float x, float scale) {
 
 // bf16: the upper half of fp32, rounded to nearest even.
 INLINE vec load_bf16(const uint16_t* from) {
+    // Widened by hand: of the conversion GCC 12 makes two halves.
+#if ISA == 512
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))), 16);
+#elif ISA == 256
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
+#else
     typedef uint16_t halves __attribute__((vector_size(W * 2)));
     halves own;
     std::memcpy(&own, from, sizeof own);
     return as_floats(__builtin_convertvector(own, bits) << 16);
+#endif
 }
 inline uint16_t narrow_bf16(float x) {
     uint32_t number;

@@ -84,6 +84,21 @@ INLINE vec load_half(const uint16_t* from) {
 #endif
 }
 
+// Numbers from -128 to 127 as bytes. (GCC 12 converts lane by lane.)
+INLINE void store_bytes(void* to, ints v) {
+#if ISA == 512
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v));
+#elif ISA == 256
+    const __m256i own = (__m256i)v;
+    const __m128i pairs = _mm_packs_epi32(_mm256_castsi256_si128(own), _mm256_extracti128_si256(own, 1));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(pairs, pairs));
+#else
+    typedef int8_t bytes __attribute__((vector_size(W)));
+    const bytes narrow = __builtin_convertvector(v, bytes);
+    std::memcpy(to, &narrow, W);
+#endif
+}
+
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
