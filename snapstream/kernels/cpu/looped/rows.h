@@ -164,11 +164,13 @@ inline float narrow_to_codes(const float* from, int64_t count, float levels, Put
 //   at(token, e)               W numbers of a head from number e on, each a part of `unit` of what it stands for,
 //                              without the scale of its slot or head
 //   put(token, n, scale, to)   stores the n numbers of a slot; returns the slot's scale, if slots have one
+//   at_part(token, e, part)    with PARTS of 2, those of 2 W numbers in even or in odd places, which are widened sooner
 template <int64_t BITS>
 struct RowOf {
     static constexpr bool has_slot_scales = false;
     static constexpr bool is_rotated = false;  // by rotate_blocks, before put and after at
     static constexpr float unit = 1.0f;
+    static constexpr int PARTS = 1;
     static constexpr int64_t bytes(int64_t numbers) { return numbers * BITS / 8; }
 };
 struct RowF32 : RowOf<32> {
@@ -181,6 +183,11 @@ struct RowF32 : RowOf<32> {
     }
 };
 struct RowBF16 : RowOf<16> {
+    static constexpr int PARTS = 2;
+    static INLINE vec at_part(const char* token, int64_t e, int part) {
+        const bits both = load_bits(token + 2 * e);
+        return as_floats(part ? both & 0xffff0000u : both << 16);
+    }
     static INLINE vec at(const char* token, int64_t e) {
         return load_bf16(reinterpret_cast<const uint16_t*>(token) + e);
     }
@@ -319,7 +326,7 @@ constexpr int64_t PART = 1024;                         // slots
 constexpr int64_t SCORE_LINE = PART + 16;              // so that lines of several heads do not share places of a cache
 constexpr int64_t BLOCK_BYTES = 16384;                 // of keys or values, which all heads use while they are near
 constexpr int64_t ROW_AHEAD = 4096;                    // bytes
-constexpr int HEADS_AT_ONCE = W == 16 ? 4 : 2;         // for which there are registers
+constexpr int HEADS_AT_ONCE = W == 16 ? 4 : W == 8 ? 3 : 2;  // for which there are registers
 constexpr int SLOTS_AT_ONCE = 4, COLUMNS_AT_ONCE = 4;  // vectors of different slots; of one slot
 
 // -- one part of a row
@@ -354,12 +361,33 @@ INLINE void join_blocks(const vec* sums, vec* to) {
     else std::copy(sums, sums + 4, to);
 }
 
+// sums [R][N] += heads(r) * stored(i).
+template <int R, int N, class Heads, class Stored>
+INLINE void multiply_all(vec (&sums)[R][N], Heads heads, Stored stored) {
+    if constexpr (W == 8 && R == 3) {  // all registers: a stored vector lives for three products
+        vec x[R];
+        UNROLL for (int r = 0; r < R; ++r) x[r] = heads(r);
+        UNROLL for (int i = 0; i < N; ++i) {
+            const vec own = stored(i);
+            UNROLL for (int r = 0; r < R; ++r) sums[r][i] += x[r] * own;
+        }
+    } else {
+        vec own[N];
+        UNROLL for (int i = 0; i < N; ++i) own[i] = stored(i);
+        UNROLL for (int r = 0; r < R; ++r) {
+            const vec x = heads(r);
+            UNROLL for (int i = 0; i < N; ++i) sums[r][i] += x * own[i];
+        }
+    }
+}
+
 // q [R, E] times keys [n, E], and times the scales [n] of slots if they have them: scores [R][SCORE_LINE], -infinity up
 // to a multiple of W; most [R][W]: the largest of each lane so far.
 template <class Form, int R>
 void score(const float* q, const char* keys, const float* scales, int64_t n, int64_t head_dim, float* scores,
            float* most) {
-    const int64_t token = Form::bytes(head_dim), whole = head_dim / W * W, rest = head_dim - whole;
+    constexpr int PARTS = Form::PARTS;
+    const int64_t token = Form::bytes(head_dim), whole = head_dim / (PARTS * W) * (PARTS * W);
     for (int64_t first = 0; first < n; first += W) {
         const int64_t left = n - first;
         const char* ahead = keys + first * token + ROW_AHEAD;
@@ -370,21 +398,26 @@ void score(const float* q, const char* keys, const float* scales, int64_t n, int
             UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k)
                 key[k] = keys + (first + std::min<int64_t>(slot_of(group, k), left - 1)) * token;
             vec acc[R][SLOTS_AT_ONCE] = {};
-            for (int64_t e = 0; e < whole; e += W) {
+            for (int64_t e = 0; e < whole; e += PARTS * W) {
                 // a few lines at a time: while many are asked for at once, nothing is computed
-                for (int i = 0; i < Form::bytes(SLOTS_AT_ONCE * W) && ahead < behind; i += 64, ahead += 64)
+                for (int i = 0; i < Form::bytes(SLOTS_AT_ONCE * PARTS * W) && ahead < behind; i += 64, ahead += 64)
                     __builtin_prefetch(ahead);
-                vec own[SLOTS_AT_ONCE];
-                UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) own[k] = Form::at(key[k], e);
-                UNROLL for (int r = 0; r < R; ++r) {
-                    const vec x = load(q + r * head_dim + e);
-                    UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) acc[r][k] += x * own[k];
+                UNROLL for (int part = 0; part < PARTS; ++part) {
+                    int64_t at = e;
+                    if constexpr (PARTS > 1 && W == 8) asm volatile("" : "+r"(at));  // loads again, for want of registers
+                    const auto number = [&](int k) {
+                        if constexpr (PARTS > 1) return Form::at_part(key[k], at, part);
+                        else return Form::at(key[k], at);
+                    };
+                    const auto query = [&](int r) { return load(q + r * head_dim + at + part * W); };
+                    multiply_all<R, SLOTS_AT_ONCE>(acc, query, number);
                 }
             }
-            if (rest) {
+            for (int64_t e = whole; e < head_dim; e += W) {
+                const int64_t count = std::min<int64_t>(W, head_dim - e);
                 UNROLL for (int k = 0; k < SLOTS_AT_ONCE; ++k) {
-                    const vec own = some_at<Form>(key[k], whole, rest);
-                    UNROLL for (int r = 0; r < R; ++r) acc[r][k] += load_some(q + r * head_dim + whole, rest) * own;
+                    const vec own = some_at<Form>(key[k], e, count);
+                    UNROLL for (int r = 0; r < R; ++r) acc[r][k] += load_some(q + r * head_dim + e, count) * own;
                 }
             }
             UNROLL for (int r = 0; r < R; ++r) join_blocks(acc[r], sums[r] + group * (4 / BLOCKS));
@@ -434,7 +467,10 @@ template <class Form, int R, int COLUMNS>
 INLINE void mix_columns(const float* shares, const char* values, int64_t e, int64_t n, int64_t head_dim, float* mixed,
                         int64_t count) {
     const int64_t token = Form::bytes(head_dim);
-    const auto read = [&](int64_t at) { return count < W ? some_at<Form>(values, at, count) : Form::at(values, at); };
+    const auto read = [&](int v) {
+        if constexpr (Form::PARTS > 1 && COLUMNS > 1) return Form::at_part(values, e + v / 2 * 2 * W, v % 2);
+        return count < W ? some_at<Form>(values, e + v * W, count) : Form::at(values, e + v * W);
+    };
     mixed += e;
     vec acc[R][COLUMNS];
     UNROLL for (int r = 0; r < R; ++r)
@@ -442,12 +478,7 @@ INLINE void mix_columns(const float* shares, const char* values, int64_t e, int6
     for (int64_t j = 0; j < n; ++j, values += token) {
         for (int i = 0; i < Form::bytes(COLUMNS * W); i += 64)  // one to four turns
             __builtin_prefetch(values + Form::bytes(e) + ROW_AHEAD + i);
-        vec own[COLUMNS];
-        UNROLL for (int v = 0; v < COLUMNS; ++v) own[v] = read(e + v * W);
-        UNROLL for (int r = 0; r < R; ++r) {
-            const vec share = all(shares[r * SCORE_LINE + j]);
-            UNROLL for (int v = 0; v < COLUMNS; ++v) acc[r][v] += share * own[v];
-        }
+        multiply_all<R, COLUMNS>(acc, [&](int r) { return all(shares[r * SCORE_LINE + j]); }, read);
     }
     UNROLL for (int r = 0; r < R; ++r)
         UNROLL for (int v = 0; v < COLUMNS; ++v) {
@@ -468,6 +499,19 @@ void mix(const float* shares, const char* values, int64_t n, int64_t head_dim, f
     if (e < head_dim) mix_columns<Form, R, 1>(shares, values, e, n, head_dim, mixed, head_dim - e);
 }
 
+// Numbers in even places before those in odd ones, in blocks of 2 W, or back; behind whole blocks as they are.
+template <bool BACK>
+INLINE void take_apart(float* x, int64_t size) {
+    for (; size >= 2 * W; size -= 2 * W, x += 2 * W) {
+        float own[2 * W];
+        std::memcpy(own, x, sizeof own);
+        for (int i = 0; i < W; ++i) {
+            x[BACK ? 2 * i : i] = own[BACK ? i : 2 * i];
+            x[BACK ? 2 * i + 1 : W + i] = own[BACK ? W + i : 2 * i + 1];
+        }
+    }
+}
+
 // Calls use<R>(first) for the heads [first, first + R) of a group, R of about the same size.
 template <class Use>
 INLINE void for_heads(int64_t group, Use use) {
@@ -477,16 +521,16 @@ INLINE void for_heads(int64_t group, Use use) {
         if (count == 1) use.template operator()<1>(first);
         else if (count == 2) use.template operator()<2>(first);
         else if constexpr (HEADS_AT_ONCE > 2) {
-            if (count == 3) use.template operator()<3>(first);
-            else use.template operator()<4>(first);
+            if (HEADS_AT_ONCE == 3 || count == 3) use.template operator()<3>(first);
+            else use.template operator()<HEADS_AT_ONCE>(first);
         }
     }
 }
 
-// Slots [begin, end) of one kv head for its `group` query heads q [group, E], which are scaled already; scores are
-// capped unless `cap` is 0. scratch: attend_scratch.
+// Slots [begin, end) of one kv head for its `group` query heads q [group, E], which are scaled already and may change
+// their order; scores are capped unless `cap` is 0. scratch: attend_scratch.
 template <class Keys, class Values>
-void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, float cap,
+void attend_part(float* q, const StoredHead& stored, int64_t begin, int64_t end, int64_t group, float cap,
                  const Part& part, float* scratch) {
     const int64_t size = stored.head_dim, key = Keys::bytes(size), value = Values::bytes(size), n = end - begin;
     const auto block_of = [](int64_t token) { return std::max<int64_t>(W, BLOCK_BYTES / token / W * W); };
@@ -495,6 +539,7 @@ void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_
     float *scores = scratch, *most = scratch + group * SCORE_LINE;
     const auto scales = [&](const float* all, int64_t first) { return all ? all + begin + first : nullptr; };
     std::fill(most, most + group * W, -std::numeric_limits<float>::infinity());
+    for (int64_t r = 0; Keys::PARTS > 1 && r < group; ++r) take_apart<false>(q + r * size, size);
     for (int64_t first = 0; first < n; first += key_block)
         for_heads(group, [&]<int R>(int64_t head) {
             score<Keys, R>(q + head * size, keys + first * key, scales(stored.key_scales, first),
@@ -510,9 +555,10 @@ void attend_part(const float* q, const StoredHead& stored, int64_t begin, int64_
             mix<Values, R>(scores + head * SCORE_LINE + first, values + first * value,
                            std::min(value_block, n - first), size, part.mixed + head * size);
         });
+    for (int64_t r = 0; Values::PARTS > 1 && r < group; ++r) take_apart<true>(part.mixed + r * size, size);
 }
 
-using AttendPart = void (*)(const float*, const StoredHead&, int64_t, int64_t, int64_t, float, const Part&, float*);
+using AttendPart = void (*)(float*, const StoredHead&, int64_t, int64_t, int64_t, float, const Part&, float*);
 
 inline AttendPart attend_part_of(const StoredHead& stored) {
     if (stored.key_form.format == I8 && stored.value_form.format == I4) return attend_part<RowI8, RowI4>;
