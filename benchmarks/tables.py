@@ -16,12 +16,16 @@ HYBRIDS = (
 )  # fmt: skip
 DEEP = (
     "peers_all_lfm2-100m_4096_avx2", "peers_all_lfm2-100m_4096_8rows_avx2", "peers_all_qwen3.5-100m_4096_avx2",
-    "peers_all_lfm2-100m_32768_avx2", "peers_all_lfm2-100m_4096", "peers_all_qwen3.5-100m_4096_8rows",
+    "peers_all_lfm2-100m_4096", "peers_all_qwen3.5-100m_4096", "peers_all_granite-h-100m_4096",
+    "peers_all_qwen3.5-100m_4096_8rows", "peers_all_lfm2-100m_32768",
 )  # fmt: skip
 ENGINES = ("peers_all_100m", "peers_all_100m_avx2", *HYBRIDS, *DEEP)
 FILES = ("peers_llama_bench_avx2", "peers_llama_bench_depths_avx2", "peers_llama_bench_mixture_avx2")
+LADDERS = ("looping_avx2", "looping_intel")
 # Where a result is not called as its benchmark.
-COMMANDS = dict.fromkeys(ENGINES, "peers") | dict.fromkeys(FILES, "peers.llama_bench") | {"looping_avx2": "looping"}
+COMMANDS = (
+    dict.fromkeys(ENGINES, "peers") | dict.fromkeys(FILES, "peers.llama_bench") | dict.fromkeys(LADDERS, "looping")
+)
 
 
 RUNGS = ("B0", "B1", "B2", "B3")  # B3, in older records: the next stage's weights prefetched before each barrier
@@ -476,7 +480,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode": decode,
     "speculation": speculation, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, **dict.fromkeys(FILES, llama_bench),
-    **dict.fromkeys(ENGINES, peers_all), "looping_avx2": looping,
+    **dict.fromkeys(ENGINES, peers_all), **dict.fromkeys(LADDERS, looping),
     "spec_prefill": spec_prefill, "serving": serving,
     "draft_model": draft_model, "schema_drafts_avx2": schema_drafts, "soak": soak, "executors": executors,
     "grammar": grammar, "turns": turns, "turns_qwen3.5-100m_avx2": turns, "agent_turns": agent_turns,
