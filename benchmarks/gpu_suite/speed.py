@@ -53,6 +53,8 @@ def decode(
         decoder = decoder_of(bench, model)
         for slots, batches, context in _smaller(bench, points):
             max_len = max(context + 256, slots)
+            most = _rows_that_fit(bench, decoder, slots, max_len, kv_dtype)
+            batches = [*dict.fromkeys(min(batch, most) for batch in batches)]
             runner = make_runner(bench, decoder, slots, max(batches), max_len, min(512, slots), kv_dtype, has_heads)
             for batch in batches:
                 for executor in executors:
@@ -65,6 +67,13 @@ def decode(
             bench.device.free()
 
     return section
+
+
+def _rows_that_fit(bench: Bench, decoder: Decoder, slots: int, max_len: int, kv_dtype: KVDType) -> int:
+    """In the device's memory beside the weights, whole eights of rows where there are eight."""
+    memory = engine_memory(decoder.config, engine_config(bench, slots, 1, max_len, min(512, slots), kv_dtype))
+    fit = memory.rows_that_fit(bench.device.free_bytes() + decoder.weights.num_bytes)
+    return max(fit - fit % 8 if fit >= 8 else fit, 1)
 
 
 def largest_batch(bench: Bench) -> Figures:

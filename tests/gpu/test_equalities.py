@@ -22,13 +22,21 @@ from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import read_model_config
 from snapstream.types import SamplingParams
-from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
 from tests.parity.test_heads import uneven
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
 SMALL = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 SELECTOR = SnapKV(observation_len=8)
+SIZES = {"hidden_size": 128, "intermediate_size": 128}
+QUANTIZED: dict[str, dict[str, int]] = {  # rows of whole groups
+    "qwen3": SIZES | {"head_dim": 32}, "gemma3": SIZES | {"head_dim": 32},
+    "lfm2": SIZES | {"block_auto_adjust_ff_dim": False}, "gpt-oss": SIZES | {"head_dim": 32},
+    "qwen3-moe": SIZES | {"head_dim": 32, "moe_intermediate_size": 64},
+    "qwen3.5": SIZES | {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    "deepseek-v3": SIZES | {"moe_intermediate_size": 64, "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32},
+}  # fmt: skip
 LENGTHS = (70, 5, 120, 33, 18, 64, 1, 90, 40)
 
 
@@ -45,24 +53,37 @@ def prompts() -> list[list[int]]:
 
 
 def run(
-    folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str, heads: HeadProfile | None = None
-) -> list[list[int]]:
+    folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str, heads: HeadProfile | None = None,
+    **options: Any,
+) -> list[list[int]]:  # fmt: skip
     params = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]
     executor = "eager" if device == "cpu" else None  # looped decode of a CPU would be compiled first
     with LLM(folder, budget=budget, selector=SELECTOR, device=device, executor=executor, max_rows=4, chunk_len=32,
-             max_model_len=160, heads=heads, progress=False) as llm:  # fmt: skip
+             max_model_len=160, heads=heads, progress=False, **options) as llm:  # fmt: skip
         return [output.token_ids for output in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-mha", "llama-gqa-tied", "llama-llama3", "llama-dynamic", "qwen2", "qwen3", "deepseek-v3-dense"]
-)
-@pytest.mark.parametrize("budget", ["full", SMALL])
-def test_tokens_equal_those_of_the_cpu(
-    name: str, budget: KVBudget | str, prompts: list[list[int]], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tokens_equal_those_of_the_cpu(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
-    assert run(folder, prompts, "cuda", budget) == run(folder, prompts, "cpu", budget)
+    assert run(folder, prompts, "cuda", SMALL) == run(folder, prompts, "cpu", SMALL)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa-tied", "llama-dynamic", "qwen3", "gemma3", "gpt-oss", "deepseek-v3-dense"])
+def test_tokens_over_full_rows_equal_those_of_the_cpu(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
+    folder = save(make_model(name), tmp_path)
+    assert run(folder, prompts, "cuda", "full") == run(folder, prompts, "cpu", "full")
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_tokens_with_quantized_weights_equal_those_of_the_cpu(
+    weights: str, name: str, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    folder = save(make_model(name, **QUANTIZED[name]), tmp_path)
+    options: dict[str, Any] = {"weights": weights, "activations": "dtype", "kv_dtype": "float32"}
+    found = [run(folder, prompts, device, SMALL, **options) for device in ("cuda", "cpu")]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
