@@ -180,10 +180,11 @@ def store_codes_kernel(
     _store_token(v, place, v_scale_ptr + scale_at, HEAD_DIM, HEAD_PAD, STEPS, V_KIND)
 
 
+# What is changed has no default: PyTorch 2.11 drops such arguments before it looks up those that are changed.
 @custom_op("snapstream::store_codes", mutates_args=("keys", "values", "key_scales", "value_scales"))
 def store_codes(
     k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+    key_scales: Tensor | None, value_scales: Tensor | None,
 ) -> None:  # fmt: skip
     """``reference.write_slots`` of ``k, v [T, G, E]``, heads contiguous, into rows of int8 or int4."""
     launch_store_codes(k, v, LayerRows(keys, values, layer, key_scales, value_scales), rows, slots)
@@ -192,7 +193,7 @@ def store_codes(
 @store_codes.register_fake
 def _(
     k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
+    key_scales: Tensor | None, value_scales: Tensor | None,
 ) -> None:  # fmt: skip
     return None
 

@@ -3,6 +3,7 @@ run the engine. Interpreted, on a CPU."""
 
 from __future__ import annotations
 
+import ast
 import random
 from collections import Counter
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from snapstream import kernels
 from snapstream.config import KVBudget, KVDType
 from snapstream.exec.eager import EagerDecode
 from snapstream.kernels import groups
@@ -77,7 +79,7 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (attention.decode_operator, (q, *narrow, 1, t["rows"], t["lengths"], *scales), {}),
         (rope_write.norm_rope_write_operator, (t["heads"], None, 1e-6, *angles, *narrow, 2, *at, *scales), {}),
         (gather.gather_operator, (*narrow, 1, [1, 3], *staged, index, *scales), {}),
-        (gather.store_codes, (*tokens, *codes, 1, *at), {}),
+        (gather.store_codes, (*tokens, *codes, 1, *at, None, None), {}),
         (gather.store_codes, (*tokens, *eighths[0], 1, *at, *eighths[1]), {}),
         (gather.store_codes, (*tokens, eighths[0][0], codes[1], 1, *at, eighths[1][0], None), {}),
     ]
@@ -91,6 +93,20 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         value for module in modules for value in vars(module).values() if isinstance(value, torch.library.CustomOpDef)
     }
     assert everyone == {operator for operator, _, _ in calls}
+
+
+def test_what_an_operator_changes_has_no_default() -> None:
+    """PyTorch 2.11 drops arguments that equal their default before it looks up those that are changed."""
+    changing = 0
+    for file in Path(kernels.__file__).parent.glob("triton/*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            calls = [own for own in getattr(node, "decorator_list", []) if isinstance(own, ast.Call)]
+            keywords = [keyword for call in calls for keyword in call.keywords if keyword.arg == "mutates_args"]
+            if isinstance(node, ast.FunctionDef) and keywords:
+                names, changed = [own.arg for own in node.args.args], ast.literal_eval(keywords[0].value)
+                assert {*changed}.isdisjoint(names[len(names) - len(node.args.defaults) :]), node.name
+                changing += bool(changed)
+    assert changing > 3
 
 
 def test_a_compiled_step_is_one_graph_for_every_batch_content() -> None:
