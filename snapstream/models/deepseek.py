@@ -84,7 +84,7 @@ def with_indexer(defaults: Settings) -> Family:
         defaults={"index_topk": 2048, **defaults},
         recipe=_sparse,
         refusals=latents_by_layer_refusals,
-        other_layer_types=("indexed_attention",),
+        other_layer_types=("indexed_attention", "deepseek_sparse_attention"),  # of transformers, and of older ones
         has_experts=True,
         skipped=(".indexer.",),
     )

@@ -712,6 +712,18 @@ def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:
     assert (model.rope.kind, model.rope.theta, model.rope.factor) == ("linear", 1e6, 8.0)
 
 
+@pytest.mark.parametrize("architecture", ["DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"])
+def test_sparse_attention_has_a_name_in_each_version_of_transformers(architecture: str) -> None:
+    settings = {**DEEPSEEK, "architectures": [architecture]}
+    settings.pop("layer_types", None)
+    count, expected = settings["num_hidden_layers"], model_config_from_dict(settings)
+    assert expected.index_topk == 2048
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):
+        assert model_config_from_dict({**settings, "layer_types": [kind] * count}) == expected
+        with pytest.raises(ValueError, match=f"layer_types has '{kind}'"):
+            model_config_from_dict({**DEEPSEEK, "layer_types": [kind] * count})
+
+
 def test_layers_without_rope() -> None:
     assert model_config_from_dict(SMOLLM3).rotated_layers == (True, True, True, False, True)
     assert model_config_from_dict({**SMOLLM3, "no_rope_layer_interval": 9}).rotated_layers is None
