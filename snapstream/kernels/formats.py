@@ -131,7 +131,7 @@ def _slot_scale(tokens: Tensor, most: int) -> Tensor:
     """Scales ``[...]`` of ``tokens [..., E]``, whose largest magnitudes become ``most``; 0 instead of a subnormal
     number, not finite where a number is not.
     """
-    scale = tokens.float().abs().amax(-1) / most
+    scale = groups.over(tokens.float().abs().amax(-1), most)
     return torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
 
 

@@ -25,6 +25,11 @@ def largest_value(bits: int) -> int:
     return 127 if bits == 8 else 8
 
 
+def over(x: Tensor, divisor: float) -> Tensor:
+    """``x / divisor``, rounded to nearest on every device: by a Python number CUDA multiplies with its reciprocal."""
+    return x / x.new_full((), divisor)
+
+
 def quantize(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Codes ``[..., in * bits / 8]`` uint8 and scales ``[..., in / group]`` fp16 of ``x [..., in]``, any float dtype.
 
@@ -34,7 +39,7 @@ def quantize(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float3
     least, most = (-127, 127) if bits == 8 else (-8, 7)
     groups = x.float().unflatten(-1, (-1, group))  # [..., in / group, group]
     if bits == 8:
-        scales = groups.abs().amax(-1) / most
+        scales = over(groups.abs().amax(-1), most)
     else:
         scales = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1) / least
     scales = scales.to(dtype).to(SCALE_DTYPE)
@@ -70,7 +75,7 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of ``x [..., in]``: the least number of a group is code 0, the greatest 15."""
     groups = x.float().unflatten(-1, (-1, group))
     least, most = groups.aminmax(dim=-1)
-    scales = join_scales((most - least) / 15, least)
+    scales = join_scales(over(most - least, 15), least)
     own = scales.view(SCALE_DTYPE).unflatten(-1, (-1, 2)).float()
     divisor = torch.where(own[..., :1] == 0, torch.inf, own[..., :1])
     codes = ((groups - own[..., 1:]) / divisor).round_().clamp_(0, 15)
@@ -136,7 +141,7 @@ def quantize_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     finite gives a scale that is not.
     """
     groups = x.float().unflatten(-1, (-1, group))
-    scales = groups.abs().amax(-1) / largest_value(8)
+    scales = over(groups.abs().amax(-1), largest_value(8))
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     return (groups / torch.where(scales == 0, 1.0, scales)[..., None]).round().flatten(-2), scales
 

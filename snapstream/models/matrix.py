@@ -355,7 +355,7 @@ def quantize(numbers: Tensor) -> tuple[Tensor, Tensor]:
     padded = torch.nn.functional.pad(numbers.float(), (0, padding[1], 0, padding[0]))
     tiles = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [out / 128, 128, in / 128, 128]
     largest = tiles.abs().amax((1, 3))
-    scales = torch.where(largest == 0, 1.0, largest / FP8_MAX)
+    scales = torch.where(largest == 0, 1.0, groups.over(largest, FP8_MAX))
     values = FP8.encode(tiles, scales[:, None, :, None]).view(torch.uint8).flatten(2).flatten(0, 1)
     return values[: numbers.shape[0], : numbers.shape[1]].contiguous().view(FP8.dtype), scales
 

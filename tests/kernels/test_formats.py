@@ -10,17 +10,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from snapstream.config import KV_DTYPES, EngineOptions, KVBudget, KVDType, PrefixStoreConfig
 from snapstream.kernels import reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.formats import ENCODINGS, FP8, FP8_MAX, INT4, Encoding, hadamard
-from snapstream.kernels.groups import dequantize, largest_value, pack, quantize, round_inputs, unpack
+from snapstream.kernels.groups import (
+    dequantize,
+    largest_value,
+    pack,
+    quantize,
+    quantize_inputs,
+    quantize_uint4,
+    round_inputs,
+    unpack,
+)
 from snapstream.kernels.interface import KernelVersion, bind
 from snapstream.kernels.rows import LayerRows
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import Full, KVSpec
 from snapstream.llm import LLM
+from snapstream.models.matrix import quantize as fp8_blocks
 from snapstream.models.registry import read_model_config
 from snapstream.plan.fit import engine_config
 from snapstream.types import SamplingParams
@@ -194,6 +205,30 @@ def test_activations() -> None:
     assert ((seen - x).abs() <= 0.5001 * step).all()
     codes = seen / step.where(step > 0, 1.0)
     torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-4)
+
+
+class Divisors(TorchDispatchMode):
+    """Collects the Python numbers by which tensors are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_) and not isinstance(args[1], Tensor):
+            self.found.append(args[1])
+        return func(*args, **kwargs or {})
+
+
+def test_scales_are_the_same_on_every_device() -> None:
+    """CUDA multiplies by the reciprocal of a Python number, which is exact for powers of two alone."""
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(3))
+    with Divisors() as seen:
+        scales, of_inputs = [own.scale_of(x) for own in OF_SLOTS], quantize_inputs(x, 32)[1]
+        quantize(x, 8, 32), quantize(x, 4, 32), quantize_uint4(x, 32), fp8_blocks(x), INT4.encode(x, None)
+    assert {*seen.found} == {-8}
+    assert scales and all(torch.equal(own, x.abs().amax(-1) / 127) for own in scales)
+    assert torch.equal(of_inputs, x.unflatten(-1, (-1, 32)).abs().amax(-1) / 127)
 
 
 # Products with a matrix per expert: every version against the reference, and what a row may depend on.
