@@ -492,7 +492,8 @@ class DenseLayer:
             heads = torch.cat((heads, heads[:, -self._num_copied :]), 1)
         if self._value_norm is not None:
             values = heads[:, -self._num_values :]
-            values.copy_(self._kernels.rms_norm(values, self._value_norm, self._eps))
+            normed = self._kernels.rms_norm(values.reshape(-1, self._head_dim), self._value_norm, self._eps)
+            values.copy_(normed.view_as(values))
         return view.attend(self._index, heads, self._head_norm, rope)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:

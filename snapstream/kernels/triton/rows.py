@@ -395,18 +395,8 @@ def norm_rope_write(
 ) -> Tensor:
     """See ``reference.norm_rope_write``, through the operator."""
     cache.refuse_latents("the write of slots in Triton")
-    return norm_rope_write_operator(
-        heads,
-        *norm[:2],
-        *rope,
-        cache.keys,
-        cache.values,
-        cache.layer,
-        rows,
-        slots,
-        cache.key_scales,
-        cache.value_scales,
-    )
+    stacks, scales = (cache.keys, cache.values), (cache.key_scales, cache.value_scales)
+    return norm_rope_write_operator(heads, *norm[:2], *rope, *stacks, cache.layer, rows, slots, *scales)
 
 
 @custom_op("snapstream::norm_rope_write", mutates_args=("keys", "values"))

@@ -476,3 +476,23 @@ def test_captured_steps_with_states_answer_as_eager(name: str, tmp_path: Path, m
     expected, captured = run(build_runner), partial(OnTapes, buckets=(2,))
     tape.install(monkeypatch)
     assert run(partial(build_runner, kernels=bind("cpu", "triton"), make_decode=captured)) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3n", "gemma4", "gemma4-shared", "gpt-oss", "olmo2", "afmoe", "deepseek-v3", "falcon-h1", "nemotron-3"],
+)
+def test_layers_of_other_kinds_answer_the_same(name: str, tmp_path: Path) -> None:
+    """Norms of values, of whole projections and of outputs, streams, gates, latents, and both mixers in a layer: every
+    kernel takes what the model hands it.
+    """
+    folder, rng = save(make_model(name), tmp_path), random.Random(3)
+    prompts = [[rng.randrange(3, VOCAB) for _ in range(length)] for length in (18, 3)]
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+    def run(make_runner: MakeRunner) -> list[list[int]]:
+        with LLM(folder, budget=16, selector=SnapKV(observation_len=4), max_rows=2, max_model_len=24,
+                 make_runner=make_runner, executor="eager", progress=False) as llm:  # fmt: skip
+            return [output.token_ids for output in llm.generate(prompts, params)]
+
+    assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
