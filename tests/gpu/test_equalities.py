@@ -8,6 +8,7 @@ Skipped where torch sees no GPU. Needs torch, transformers, safetensors and pyte
 from __future__ import annotations
 
 import random
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import read_model_config
-from snapstream.types import SamplingParams
+from snapstream.types import RequestOutput, SamplingParams
 from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
 from tests.parity.test_heads import uneven
 
@@ -55,24 +56,39 @@ def prompts() -> list[list[int]]:
 def run(
     folder: Path, prompts: list[list[int]], device: str, budget: KVBudget | str, heads: HeadProfile | None = None,
     **options: Any,
-) -> list[list[int]]:  # fmt: skip
-    params = [SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(9)]
+) -> list[RequestOutput]:  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True, logprobs=0) for i in range(9)
+    ]
     executor = "eager" if device == "cpu" else None  # looped decode of a CPU would be compiled first
     with LLM(folder, budget=budget, selector=SELECTOR, device=device, executor=executor, max_rows=4, chunk_len=32,
              max_model_len=160, heads=heads, progress=False, **options) as llm:  # fmt: skip
-        return [output.token_ids for output in llm.generate(prompts, params)]
+        return llm.generate(prompts, params)
+
+
+def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Equal tokens, but for one answer: devices round differently, and a draw between two tokens may fall either way.
+    Log-probabilities agree as long as the tokens do.
+    """
+    num_equal = []
+    for got, want in zip(found, expected, strict=True):
+        pairs = zip(got.token_ids, want.token_ids, strict=True)
+        num_equal.append(len([*takewhile(lambda pair: pair[0] == pair[1], pairs)]))
+        ours, theirs = ([one.logprob for one in (own.logprobs or [])[: num_equal[-1]]] for own in (got, want))
+        assert len(ours) == num_equal[-1] and ours == pytest.approx(theirs, rel=0, abs=1e-3)
+    assert sum(num < len(want.token_ids) for num, want in zip(num_equal, expected, strict=True)) <= 1, num_equal
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_tokens_equal_those_of_the_cpu(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
-    assert run(folder, prompts, "cuda", SMALL) == run(folder, prompts, "cpu", SMALL)
+    assert_same(run(folder, prompts, "cuda", SMALL), run(folder, prompts, "cpu", SMALL))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "llama-dynamic", "qwen3", "gemma3", "gpt-oss", "deepseek-v3-dense"])
 def test_tokens_over_full_rows_equal_those_of_the_cpu(name: str, prompts: list[list[int]], tmp_path: Path) -> None:
     folder = save(make_model(name), tmp_path)
-    assert run(folder, prompts, "cuda", "full") == run(folder, prompts, "cpu", "full")
+    assert_same(run(folder, prompts, "cuda", "full"), run(folder, prompts, "cpu", "full"))
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -82,8 +98,7 @@ def test_tokens_with_quantized_weights_equal_those_of_the_cpu(
 ) -> None:
     folder = save(make_model(name, **QUANTIZED[name]), tmp_path)
     options: dict[str, Any] = {"weights": weights, "activations": "dtype", "kv_dtype": "float32"}
-    found = [run(folder, prompts, device, SMALL, **options) for device in ("cuda", "cpu")]
-    assert found[0] == found[1]
+    assert_same(*(run(folder, prompts, device, SMALL, **options) for device in ("cuda", "cpu")))
 
 
 @pytest.mark.parametrize("name", ["llama-gqa-tied", "qwen3"])
@@ -93,7 +108,7 @@ def test_tokens_over_per_head_budgets_equal_those_of_the_cpu(
     folder = save(make_model(name), tmp_path)
     model = read_model_config(folder)
     profile = HeadProfile(shares=uneven(model.num_layers, model.num_kv_heads), model=fingerprint(folder))
-    assert run(folder, prompts, "cuda", SMALL, profile) == run(folder, prompts, "cpu", SMALL, profile)
+    assert_same(run(folder, prompts, "cuda", SMALL, profile), run(folder, prompts, "cpu", SMALL, profile))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
