@@ -251,6 +251,10 @@ def launchers(
         ),
     )
     if dtype != torch.float32:
+        yield "few_linear", lambda: dense.launch_few_linear(hidden, wide, None, in_parts=False)
+        parts = empty(4, batch, shape.hidden_size, kind=torch.float32)
+        yield "few_linear", lambda: dense.launch_few_linear(hidden, wide, None, in_parts=True)
+        yield "add_rms_norm", lambda: dense.launch_rms_norm(parts, hidden, weight, 1e-6)
         chunk = empty(2048, heads, dim)
         small = configs.prefill_launch(dim, 2, SHARED_OF_AN_A100)
         yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged)

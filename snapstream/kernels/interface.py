@@ -58,6 +58,9 @@ class Kernels:
     one_linear: Callable[[Tensor, Tensor | None, float, Tensor, Tensor | None, bool], Tensor] | None = None
     # residual [1, O] += the product of x [1, D], weight [O, D] and bias [O]; a device has both or neither.
     add_one_linear: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None = None
+    # Products of 2 to 16 tokens with a dense matrix of 16-bit numbers. x [T, D], weight [O, D], bias [O] -> [T, O], or
+    # fp32 parts of it [S, T, O], which add_rms_norm takes. None: a product like any other.
+    few_linear: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor] | None = None
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]  # x [T, D], weight [D], eps
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]  # residual += x in place, and the norm of the sum
     swiglu: Callable[[Tensor], Tensor]  # [T, 2I] -> [T, I]
@@ -121,7 +124,7 @@ def bind(device: torch.device | str, version: KernelVersion | None = None) -> Ke
         raise ValueError(f"kernels {version!r} run on a CPU, and the device is {device}")
     match version:
         case "triton":
-            return _triton()
+            return _triton(torch.device(device))
         case "cpu":
             return _cpu()
         case "torch":
@@ -173,7 +176,7 @@ def _cpu() -> Kernels:
     )
 
 
-def _triton() -> Kernels:
+def _triton(device: torch.device) -> Kernels:
     if not has_triton():
         raise ValueError("kernels 'triton' need Triton, which is not installed for this PyTorch")
     from snapstream.kernels.triton import (
@@ -196,6 +199,7 @@ def _triton() -> Kernels:
         code_linear=products.code_linear,
         one_linear=dense.one_linear,
         add_one_linear=dense.add_one_linear,
+        few_linear=dense.few_linear if dense.overlaps(device) else None,
         rms_norm=dense.rms_norm,
         add_rms_norm=dense.add_rms_norm,
         swiglu=dense.swiglu,
@@ -205,5 +209,5 @@ def _triton() -> Kernels:
         snapkv_scores=triton_scores.scores_of_any_size,
         conv_step=recurrence.conv_step,
         memory_step=recurrence.memory_step,
-        batch_tiles=(1, *(tokens + 1 for tokens in configs.CODE_TOKENS[:-1])),
+        batch_tiles=(1, 2, *(tokens + 1 for tokens in configs.CODE_TOKENS[:-1])),
     )

@@ -206,8 +206,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``residual += x`` in place, rounded to its dtype, and the norm of that sum: all ``[T, D]``."""
-    residual.add_(x)
+    """``residual += x`` in place, rounded to its dtype, and the norm of that sum: all ``[T, D]``; x may be fp32 parts
+    ``[S, T, D]`` of what is added.
+    """
+    residual.copy_(residual + (x.sum(0) if x.dim() == 3 else x))
     return rms_norm(residual, weight, eps)
 
 
@@ -226,6 +228,14 @@ def add_one_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | N
     """``residual [1, O]`` += ``x [1, D]`` times ``weight [O, D]`` transposed plus ``bias``, rounded once."""
     product = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     residual.copy_(residual.float() + product)
+
+
+def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None, in_parts: bool) -> Tensor:
+    """``x [T, D]`` times ``weight [O, D]`` transposed plus ``bias [O]``, fp32 inside: ``[T, O]``; or parts of that sum
+    in fp32, ``[S, T, O]`` with any S, for ``add_rms_norm``.
+    """
+    out = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return out[None] if in_parts else out.to(x.dtype)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class SumNorm(NamedTuple):
     """An RMSNorm of a sum, evaluated lazily: the consumer does ``residual += x`` once."""
 
     residual: Tensor  # [T, D]
-    x: Tensor | None  # [T, D]; None: nothing is added
+    x: Tensor | None  # [T, D], or fp32 parts of it [S, T, D]; None: nothing is added
     weight: Tensor  # [D]
     eps: float
 

@@ -319,7 +319,9 @@ class Decoder:
 
 def added(residual: Tensor, output: Tensor | None) -> Tensor:
     """``residual`` with what ``finish_layer`` returned added in place."""
-    return residual if output is None else residual.add_(output)
+    if output is None:
+        return residual
+    return residual.add_(output) if output.dim() == 2 else residual.copy_(residual + output.sum(0))
 
 
 def _layer_class(config: ModelConfig) -> Any:

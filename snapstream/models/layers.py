@@ -232,7 +232,9 @@ class Mlp(Protocol):
         ...
 
     def add_of_norm(self, given: SumNorm) -> Tensor | None:
-        """``of_norm`` added to ``given.residual`` where one kernel does both; else the output, not added."""
+        """``of_norm`` added to ``given.residual`` where one kernel does both; else the output or fp32 parts of it
+        ``[S, T, D]``, not added.
+        """
         ...
 
 
@@ -256,7 +258,7 @@ class SwiGLU:
 
     def add_of_norm(self, given: SumNorm) -> Tensor | None:
         """See ``Mlp``."""
-        if self._kernels.add_one_linear is None or len(given.residual) > 1:
+        if self._kernels.add_one_linear is None:
             return self.of_norm(given)
         inner = self._gate_up.activated(given, self._biases[0], self._kernels, self._activation)
         return self._down.add_product(given.residual, inner, self._biases[1], self._kernels)

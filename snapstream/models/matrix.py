@@ -26,6 +26,7 @@ from snapstream.kernels.formats import FP8, FP8_MAX
 from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
 from snapstream.kernels.pytorch import clamped_swiglu, geglu, relu2
 from snapstream.kernels.reference import BLOCK
+from snapstream.kernels.triton.configs import FEW_TOKENS
 from snapstream.models.sharding import dequantized_block
 
 Index = int | slice | tuple[int | slice, ...]
@@ -165,6 +166,8 @@ class Matrix:
         """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
         if kernels.one_linear is not None and self._takes_one(x):
             return kernels.one_linear(x, None, 0.0, self.data, bias, False)
+        if kernels.few_linear is not None and self._takes_few(x):
+            return kernels.few_linear(x, self.data, bias, False)
         x = self._rounded(x)
         if self.form.rounds_inputs:
             rounded = groups.round_inputs(x, self.form.group) if self.form.is_quantized else x.to(self.data.dtype)
@@ -189,15 +192,24 @@ class Matrix:
         return self.multiply(kernels.normed(given), bias, kernels)
 
     def add_product(self, residual: Tensor, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor | None:
-        """``residual [T, out] += multiply(x, ...)`` where one kernel does both; else the product, not added."""
+        """``residual [T, out] += multiply(x, ...)`` where one kernel does both; else the product, not added, or fp32
+        parts of it ``[S, T, out]``.
+        """
         if kernels.add_one_linear is not None and self._takes_one(x):
             kernels.add_one_linear(residual, x, self.data, bias)
             return None
+        if kernels.few_linear is not None and self._takes_few(x):
+            return kernels.few_linear(x, self.data, bias, True)
         return self.multiply(x, bias, kernels)
 
     def _takes_one(self, x: Tensor) -> bool:
         """Whether kernels for one token multiply ``x [T, in]``."""
         return len(x) == 1 and self.scales is None and not self.is_low_precision and self._rounding is None
+
+    def _takes_few(self, x: Tensor) -> bool:
+        """Whether the kernel for few tokens multiplies ``x [T, in]``."""
+        is_dense = self.scales is None and not self.is_low_precision and self._rounding is None
+        return 1 < len(x) <= FEW_TOKENS and is_dense and self.dtype.itemsize == 2 and x.stride(1) == 1
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,

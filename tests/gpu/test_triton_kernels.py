@@ -94,6 +94,15 @@ def test_one_token(num_out: int, num_in: int, dtype: torch.dtype) -> None:
     checks_products.check_one_linear(num_out, num_in, dtype, "cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [2, 7, 16])
+@pytest.mark.parametrize(
+    ("num_out", "num_in"), [(1024, 2048), (1024, 3072), (4096, 14336), (1000, 4096), (33, 300), (151936, 1024)]
+)
+def test_few_tokens(num_out: int, num_in: int, num_tokens: int, dtype: torch.dtype) -> None:
+    checks_products.check_few_linear(num_tokens, num_out, num_in, dtype, "cuda")
+
+
 @dtypes
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("bits", [8, 4])

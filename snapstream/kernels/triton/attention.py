@@ -122,31 +122,25 @@ def decode_merge_kernel(
     partial_ptr, lse_ptr, sinks_ptr, lengths_ptr, out_ptr,
     stride_sinks,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
-    SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr,
     HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of a head's partial results over the splits that its row reaches, in slot order."""
-    wait_for_inputs(EARLY)
+    """Weighted mean of a head's partial results over the splits that its row reaches, in one order for all rows."""
     query_head, entry = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    length = tl.load(lengths_ptr + entry).to(tl.int32)
-    num_used = (length + SPLIT_SLOTS - 1) // SPLIT_SLOTS
-    base = (entry * NUM_HEADS + query_head) * NUM_SPLITS
-    every = tl.arange(0, SPLITS_PAD)
-    lse = tl.load(lse_ptr + base + every, mask=every < num_used, other=float("-inf"))
+    length = tl.load(lengths_ptr + entry).to(tl.int32)  # of the step, written before its first kernel that starts early
+    wait_for_inputs(EARLY)
+    split, dim = tl.arange(0, SPLITS_PAD), tl.arange(0, HEAD_PAD)
+    is_used = split < (length + SPLIT_SLOTS - 1) // SPLIT_SLOTS
+    place = (entry * NUM_HEADS + query_head) * NUM_SPLITS + split
+    lse = tl.load(lse_ptr + place, mask=is_used, other=float("-inf"))
+    part_at = partial_ptr + place[:, None] * HEAD_DIM + dim[None, :]
+    part = tl.load(part_at, mask=is_used[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
     best = tl.max(lse, 0)
-    total = tl.sum(tl.exp2(lse - best), 0)
+    share = tl.exp2(lse - best)
+    total = tl.sum(share, 0)
     if HAS_SINKS:
         total += tl.exp2(tl.load(sinks_ptr + entry * stride_sinks + query_head) * 1.4426950408889634 - best)
-
-    dim = tl.arange(0, HEAD_PAD)
-    acc = tl.zeros([HEAD_PAD], tl.float32)
-    for begin in range(0, num_used, BLOCK):
-        split = begin + tl.arange(0, BLOCK)
-        is_used = split < num_used
-        share = tl.exp2(tl.load(lse_ptr + base + split, mask=is_used, other=float("-inf")) - best) / total
-        part_at = partial_ptr + (base + split)[:, None] * HEAD_DIM + dim[None, :]
-        part = tl.load(part_at, mask=is_used[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-        acc += tl.sum(part * share[:, None], 0)
+    acc = tl.sum(part * (share / total)[:, None], 0)
     out_at = out_ptr + (entry * NUM_HEADS + query_head) * HEAD_DIM + dim
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=dim < HEAD_DIM)
 
@@ -242,11 +236,20 @@ def launch_decode_attention(
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
-        decode_merge_kernel[(num_heads, batch)](
-            partial, lse, sink_logits, lengths, out,
-            stride_sinks,
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, HEAD_PAD=head_pad, SPLIT_SLOTS=launch.split_slots,
-            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=sinks is not None,
-            EARLY=early, num_warps=4, launch_pdl=early,
-        )  # fmt: skip
+        launch_merge(partial, lse, lengths, out, launch.split_slots, sinks)
     return out
+
+
+def launch_merge(
+    partial: Tensor, lse: Tensor, lengths: Tensor, out: Tensor, split_slots: int, sinks: Tensor | None = None
+) -> None:
+    """Fill ``out [B, H, E]`` from results of splits ``[B, H, splits, E]`` fp32 and their log-sum-exps, base 2."""
+    batch, num_heads, num_splits, size = partial.shape
+    pads, early = (configs.power_of_two(num_splits), configs.power_of_two(size, 16)), overlaps(partial.device)
+    decode_merge_kernel[(num_heads, batch)](
+        partial, lse, lse if sinks is None else sinks, lengths, out,
+        sinks.stride(0) if sinks is not None and sinks.dim() == 2 else 0,
+        NUM_HEADS=num_heads, HEAD_DIM=size, HEAD_PAD=pads[1], SPLIT_SLOTS=split_slots, NUM_SPLITS=num_splits,
+        SPLITS_PAD=pads[0], HAS_SINKS=sinks is not None, EARLY=early,
+        num_warps=min(max(pads[0] * pads[1] // 1024, 1), 16), launch_pdl=early,
+    )  # fmt: skip

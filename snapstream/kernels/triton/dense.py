@@ -1,11 +1,12 @@
-"""Norms, SwiGLU and dense products of one token, and how kernels of a decode step overlap.
+"""Norms, SwiGLU and dense products of up to 16 tokens, and how kernels of a decode step overlap.
 
 A decode step is bound by the bytes of its weights, and between two kernels memory is idle: the last programs of one
 end, the first of the next start and wait for their first bytes. So the step of a single row has few kernels, the norm
 before a product, SwiGLU or the sum of the residual stream in the same one, and each is launched while the one before
 it still runs (programmatic dependent launch, compute capability 9): it loads its first weights, which no kernel writes,
 and only then waits for its inputs. That is what looping over layers in one kernel saves (arXiv 2410.23668, section 4),
-without a barrier. More rows than one are multiplied by cuBLAS, which is faster there.
+without a barrier. Products of 2 to 16 tokens start early too, and where a matrix has few rows each program takes a part
+of its columns: the norm that follows adds up the parts. More tokens are multiplied by cuBLAS.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def wait_for_inputs(EARLY: tl.constexpr):
     """Let the next kernel start, and wait until all kernels before this one have ended.
 
     Every program of a kernel that is launched early calls it, before it writes or ends: the next one relies on this one
-    having waited. In front of the call a kernel may read what no kernel writes, and nothing else.
+    having waited. In front of the call a kernel may read what no kernel writes, or only kernels that never start early
+    and come before all that do, and nothing else.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -151,19 +153,92 @@ def launch_one_linear(
     return out
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def few_linear_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr,
+    num_tokens, num_out, num_in, split_len,
+    stride_x,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``ROWS`` outputs of all tokens over ``split_len`` columns, a multiple of ``BLOCK``: out ``[splits, T, O]``."""
+    split = tl.program_id(1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    token, column = tl.arange(0, TOKENS), tl.arange(0, BLOCK)
+    is_row, is_token = row < num_out, token < num_tokens
+    begin = split * split_len
+    end = tl.minimum(begin + split_len, num_in)
+    wait_for_inputs(EARLY)
+    weight_at = weight_ptr + row[:, None] * num_in + column[None, :]
+    x_at = x_ptr + token[:, None] * stride_x + column[None, :]
+    sums = tl.zeros((ROWS, TOKENS), dtype=tl.float32)
+    for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        is_in = (start + column < num_in)[None, :]
+        weight = tl.load(weight_at + start, mask=is_row[:, None] & is_in, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_at + start, mask=is_token[:, None] & is_in, other=0.0)
+        sums = tl.dot(weight, tl.trans(x), sums, input_precision="ieee")
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + row, mask=is_row & (split == 0), other=0.0).to(tl.float32)
+        sums += bias[:, None]
+    out_at = out_ptr + (split * num_tokens + token)[:, None].to(tl.int64) * num_out + row[None, :]
+    tl.store(out_at, tl.trans(sums).to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
+
+
+@custom_op("snapstream::few_linear", mutates_args=())
+def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None, in_parts: bool) -> Tensor:
+    """See ``reference.few_linear``."""
+    return launch_few_linear(x, weight, bias, in_parts=in_parts)
+
+
+@few_linear.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, in_parts: bool) -> Tensor:
+    return _few_out(x, weight, in_parts)[0]
+
+
+def _few_out(x: Tensor, weight: Tensor, in_parts: bool) -> tuple[Tensor, configs.FewLaunch]:
+    cut = configs.few_launch(*weight.shape, in_parts=in_parts)
+    if not in_parts:
+        return x.new_empty(len(x), len(weight)), cut
+    return x.new_empty(cut.num_splits, len(x), len(weight), dtype=torch.float32), cut
+
+
+def launch_few_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, in_parts: bool) -> Tensor:
+    """See ``reference.few_linear``; at most ``configs.FEW_TOKENS`` tokens, whose elements are contiguous."""
+    if x.stride(1) != 1 or not weight.is_contiguous() or len(x) > configs.FEW_TOKENS:
+        raise ValueError(
+            f"a product of {len(x)} tokens needs a contiguous matrix, and at most {configs.FEW_TOKENS} rows of "
+            "contiguous elements"
+        )
+    (num_out, num_in), early = weight.shape, overlaps(x.device)
+    out, cut = _few_out(x, weight, in_parts)
+    few_linear_kernel[(triton.cdiv(num_out, cut.rows), cut.num_splits)](
+        x, weight, weight if bias is None else bias, out,
+        len(x), num_out, num_in, cut.split_len,
+        x.stride(0),
+        TOKENS=configs.FEW_TOKENS, ROWS=cut.rows, BLOCK=cut.block, STAGES=cut.num_stages, HAS_BIAS=bias is not None,
+        EARLY=early, num_warps=cut.num_warps, launch_pdl=early,
+    )  # fmt: skip
+    return out
+
+
 @triton.jit
 def rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr,
     eps,
-    stride_x, stride_residual,
-    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+    stride_x, stride_part, stride_residual,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``out = x / rms(x) * weight`` of one row; with a residual, ``residual += x`` first and that sum is normed."""
+    """``out = x / rms(x) * weight`` of one row; with a residual, ``residual += x`` first and that sum is normed.
+
+    ``x`` is the sum of ``PARTS``.
+    """
     wait_for_inputs(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE_PAD)
     mask = column < SIZE
     x = tl.load(x_ptr + row * stride_x + column, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(x_ptr + part * stride_part + row * stride_x + column, mask=mask, other=0.0)
     if HAS_RESIDUAL:
         residual_at = residual_ptr + row * stride_residual + column
         x += tl.load(residual_at, mask=mask, other=0.0).to(tl.float32)
@@ -176,20 +251,23 @@ def rms_norm_kernel(
 
 
 def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """The norm of ``x``, or after ``residual += x`` that of the sum; rows whose elements are contiguous."""
-    num_rows, size = x.shape
-    if x.stride(1) != 1 or (residual is not None and residual.stride(1) != 1):
+    """The norm of ``x``, or after ``residual += x`` that of the sum; rows whose elements are contiguous. With a
+    residual x may be fp32 parts ``[S, T, D]``, whose sum is added.
+    """
+    num_parts = len(x) if x.dim() == 3 else 1
+    num_rows, size = x.shape[-2:]
+    if x.stride(-1) != 1 or (residual is not None and residual.stride(1) != 1):
         raise ValueError("RMSNorm needs rows whose elements are contiguous")
-    out = x.new_empty(num_rows, size)
-    strides = [size if tensor is None or num_rows == 1 else tensor.stride(0) for tensor in (x, residual)]  # one: any
+    out = (x if residual is None else residual).new_empty(num_rows, size)
+    strides = [size if tensor is None or num_rows == 1 else tensor.stride(-2) for tensor in (x, residual)]  # one: any
     early = overlaps(x.device)
     if num_rows:
         rms_norm_kernel[(num_rows,)](
             x, x if residual is None else residual, weight, out,
             eps,
-            *strides,
-            SIZE=size, SIZE_PAD=configs.power_of_two(size), HAS_RESIDUAL=residual is not None, EARLY=early,
-            num_warps=configs.norm_warps(size), launch_pdl=early,
+            strides[0], x.stride(0) if num_parts > 1 else size, strides[1],
+            SIZE=size, SIZE_PAD=configs.power_of_two(size), PARTS=num_parts, HAS_RESIDUAL=residual is not None,
+            EARLY=early, num_warps=configs.norm_warps(size if num_parts == 1 else 4 * size), launch_pdl=early,
         )  # fmt: skip
     return out
 
@@ -213,7 +291,7 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
 
 @add_rms_norm.register_fake
 def _(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
+    return residual.new_empty(residual.shape)
 
 
 @triton.jit

@@ -146,11 +146,5 @@ def launch_latent_attention(
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
-        attention.decode_merge_kernel[(num_heads, batch)](
-            partial, lse, q, lengths, out,
-            0,
-            NUM_HEADS=num_heads, HEAD_DIM=rank, HEAD_PAD=rank_pad, SPLIT_SLOTS=launch.split_slots,
-            NUM_SPLITS=num_splits, SPLITS_PAD=configs.power_of_two(num_splits), BLOCK=16, HAS_SINKS=False, EARLY=early,
-            num_warps=4, launch_pdl=early,
-        )  # fmt: skip
+        attention.launch_merge(partial, lse, lengths, out, launch.split_slots)
     return out

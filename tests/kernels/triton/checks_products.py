@@ -63,6 +63,34 @@ def check_one_linear(num_out: int, num_in: int, dtype: torch.dtype, device: str)
         multiply(x, None, 0.0, weight.t().contiguous().t(), None, False)
 
 
+def check_few_linear(num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype, device: str) -> None:
+    """Products of few tokens, whole or in parts that the next norm adds up, equal the reference; no token sees another."""
+    from snapstream.kernels.triton import dense
+
+    torch.manual_seed(num_out)
+    weight = (torch.randn(num_out, num_in, device=device) / num_in**0.5).to(dtype)
+    x = 3.0 * torch.randn(num_tokens, num_in + 16, device=device).to(dtype)[:, :num_in]
+    bias, norm = torch.randn(num_out, device=device).to(dtype), torch.rand(num_out, device=device).to(dtype)
+    for own_bias in (None, bias):
+        want = reference.few_linear(x.float(), weight.float(), None if own_bias is None else own_bias.float(), False)
+        got = dense.few_linear(x, weight, own_bias, False)
+        assert got.dtype == dtype
+        assert_near(got, want, dtype)
+        parts = dense.few_linear(x, weight, own_bias, True)
+        assert parts.dtype == torch.float32
+        assert_near(parts.sum(0), want, torch.float32)
+        alone = dense.few_linear(x[-1:], weight, own_bias, True)
+        assert_near(alone[:, 0], parts[:, -1], torch.float32)
+        residual = torch.randn(num_tokens, num_out, device=device).to(dtype)
+        summed = residual.clone()
+        expected = reference.add_rms_norm(summed, parts, norm, 1e-5)
+        assert_near(bind(device, "triton").add_rms_norm(residual, parts, norm, 1e-5), expected, dtype)
+        assert_near(residual, summed, dtype)
+    for wrong in ((x, weight.t().contiguous().t()), (x.t().contiguous().t(), weight), (x[:1].expand(17, -1), weight)):
+        with pytest.raises(ValueError, match="contiguous"):
+            dense.few_linear(*wrong, None, False)
+
+
 def check_code_refusals(device: str) -> None:
     codes, scales = groups.quantize(torch.randn(8, 64, device=device), 8, 32)
     x, multiply = torch.randn(4, 64, device=device), bind(device, "triton").code_linear

@@ -205,6 +205,14 @@ def test_one_token(num_out: int, num_in: int, dtype: torch.dtype) -> None:
     checks_products.check_one_linear(num_out, num_in, dtype, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_out", "num_in", "dtype"),
+    [(2, 45, 300, torch.bfloat16), (16, 130, 96, torch.bfloat16), (5, 70, 2200, torch.float16)],
+)
+def test_few_tokens(num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype) -> None:
+    checks_products.check_few_linear(num_tokens, num_out, num_in, dtype, "cpu")
+
+
 def test_more_tokens_than_a_tile() -> None:
     checks_products.check_code_linear(70, 33, 64, 4, 32, torch.bfloat16, "cpu")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def test_operators_say_truly_what_they_change_and_return() -> None:
         (dense.one_linear, (x[:1], ones, 1e-6, torch.randn(16, 32), torch.randn(16), True), {}),
         (dense.one_linear, (x[:1], None, 0.0, torch.randn(16, 32), None, False), {}),
         (dense.add_one_linear, (torch.randn(1, 16), x[:1], torch.randn(16, 32), None), {}),
+        (dense.few_linear, (x.bfloat16(), torch.randn(16, 32).bfloat16(), None, False), {}),
+        (dense.few_linear, (x.bfloat16(), torch.randn(16, 32).bfloat16(), torch.randn(16).bfloat16(), True), {}),
+        (dense.add_rms_norm, (x.clone(), torch.randn(4, 3, 32), ones, 1e-6), {}),
         (scores.snapkv_scores, (q, staged[0], 57, 4, 50), {"over_row": False, "group_max": False}),
         (gather.gather_operator, (*stacks, 1, [1, 3], *staged, index), {}),
         (products.grouped_linear_operator, (x, torch.randn(2, 16, 32), None, ends), {}),
@@ -150,10 +154,30 @@ def test_the_engine_answers_the_same(kv_dtype: KVDType, tmp_path: Path) -> None:
     assert run(partial(build_runner, kernels=bind("cpu", "triton"))) == run(build_runner)
 
 
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_launches_of_a_decode_step(num_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_of_few_tokens_in_a_step(tmp_path: Path) -> None:
+    """Prompts and steps of up to 16 tokens, whose products are added in parts, give the logits of plain PyTorch."""
+    from snapstream.kernels.triton import dense
+
+    torch.manual_seed(0)
+    folder = save(make_model("qwen3", hidden_size=272, intermediate_size=600), tmp_path)
+    prompts = [[*range(3, 3 + count)] for count in (3, 16, 17, 5)]
+    params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, logprobs=0)
+    found = []
+    for kernels in (bind("cpu", "torch"), replace(bind("cpu", "triton"), few_linear=dense.few_linear)):
+        with LLM(folder, budget="full", max_rows=4, max_model_len=48, progress=False, executor="eager",
+                 dtype="float16", make_runner=partial(build_runner, kernels=kernels)) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params)
+        found.append([(entry.logprob, token) for output in outputs
+                      for entry, token in zip(output.logprobs or [], output.token_ids, strict=True)])  # fmt: skip
+    for (one, token), (other, same) in zip(*found, strict=True):
+        assert token == same and abs(one - other) < 0.02
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, "few"])
+def test_launches_of_a_decode_step(num_rows: int | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, rotation and slot are one kernel per layer. Sums of the residual stream ride on the norms, two per layer
-    and one at the end but for the first; with one row both are part of a layer's four products.
+    and one at the end but for the first; with one row both are part of a layer's four products. So are the products of
+    few rows of 16-bit numbers.
     """
     from snapstream.kernels.triton import dense
     from snapstream.kernels.triton import rows as rope_write
@@ -167,6 +191,7 @@ def test_launches_of_a_decode_step(num_rows: int, tmp_path: Path, monkeypatch: p
     for module, name in (
         (rope_write, "launch_norm_rope_write"), (rope_write, "launch_norm_rope"), (dense, "launch_rms_norm"),
         (dense, "launch_swiglu"), (dense, "launch_one_linear"),
+        (dense, "launch_few_linear"),
     ):  # fmt: skip
         kernel = getattr(module, name)
         monkeypatch.setattr(
@@ -184,12 +209,18 @@ def test_launches_of_a_decode_step(num_rows: int, tmp_path: Path, monkeypatch: p
         return found
 
     monkeypatch.setattr(EagerDecode, "step", counted)
-    folder = save(make_model("qwen3"), tmp_path)
+    folder, kernels = save(make_model("qwen3"), tmp_path), bind("cpu", "triton")
+    kernels = replace(kernels, few_linear=dense.few_linear) if num_rows == "few" else kernels
     with LLM(folder, budget=32, selector=SnapKV(observation_len=8), max_rows=2, max_model_len=48, progress=False,
-             executor="eager", make_runner=partial(build_runner, kernels=bind("cpu", "triton"))) as llm:  # fmt: skip
+             executor="eager", dtype="bfloat16" if num_rows == "few" else "float32",
+             make_runner=partial(build_runner, kernels=kernels)) as llm:  # fmt: skip
         layers = llm.model_config.num_layers
-        llm.generate([[5, 6, 7]] * num_rows, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        llm.generate(
+            [[5, 6, 7]] * (1 if num_rows == 1 else 2), SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        )
     expected = {"norm_rope_write": layers, "rms_norm": 1, "one_linear": 4 * layers + 1}
-    if num_rows > 1:
+    if num_rows != 1:
         expected = {"norm_rope_write": layers, "rms_norm": 1, "add_rms_norm": 2 * layers, "swiglu": layers}
+    if num_rows == "few":
+        expected |= {"few_linear": 4 * layers + 1}
     assert expected in steps
