@@ -225,20 +225,20 @@ def launchers(
             "latent_attention",
             lambda: latent_attention.launch_latent_attention(q, cache.k, shape.rank, index, index, scales=of_rows),
         )
-        yield "gather_rows", lambda: rows.launch_gather_rows(cache, [0], staged, staged, kept)
+        yield "gather_rows", lambda: rows.gather_rows(cache, [0], staged, staged, kept)
         return
-    yield "decode_attention", lambda: attention.launch_decode_attention(q, cache, index, index)
+    yield "decode_attention", lambda: attention.decode_attention(q, cache, index, index)
     angles = (empty(batch, 1, dim, kind=torch.float32),) * 2
     head_norm = HeadNorm(empty(heads + groups, dim) if shape.has_norm else None, 1e-6)
     projected = empty(batch, heads + 2 * groups, dim)
     yield (
         "norm_rope_write",
-        lambda: rows.launch_norm_rope_write(projected, head_norm, angles, cache, index, index),
+        lambda: rows.norm_rope_write(projected, head_norm, angles, cache, index, index),
     )
-    yield "gather_rows", lambda: rows.launch_gather_rows(cache, [0], staged, staged, kept)
+    yield "gather_rows", lambda: rows.gather_rows(cache, [0], staged, staged, kept)
     if is_fp8:
         return
-    yield "norm_rope", lambda: rows.launch_norm_rope(projected, head_norm, angles, groups)
+    yield "norm_rope", lambda: rows.norm_rope(projected, head_norm, angles, groups)
     hidden, weight = empty(batch, shape.hidden_size), empty(shape.hidden_size)
     yield "rms_norm", lambda: dense.launch_rms_norm(hidden, None, weight, 1e-6)
     yield "add_rms_norm", lambda: dense.launch_rms_norm(hidden, hidden, weight, 1e-6)
@@ -251,19 +251,19 @@ def launchers(
         ),
     )
     if dtype != torch.float32:
-        yield "few_linear", lambda: dense.launch_few_linear(hidden, wide, None, in_parts=False)
+        yield "few_linear", lambda: dense.few_linear(hidden, wide, None, in_parts=False)
         parts = empty(4, batch, shape.hidden_size, kind=torch.float32)
-        yield "few_linear", lambda: dense.launch_few_linear(hidden, wide, None, in_parts=True)
+        yield "few_linear", lambda: dense.few_linear(hidden, wide, None, in_parts=True)
         yield "add_rms_norm", lambda: dense.launch_rms_norm(parts, hidden, weight, 1e-6)
         chunk = empty(2048, heads, dim)
         small = configs.prefill_launch(dim, 2, SHARED_OF_AN_A100)
         yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged)
         yield PREFILL_90, lambda: prefill.prefill_attention(chunk, staged, staged, window=4096)
         yield "prefill_attention", lambda: prefill.prefill_attention(chunk, staged, staged, launch=small)
-    yield "swiglu", lambda: dense.launch_swiglu(empty(batch, 2 * shape.intermediate_size))
+    yield "swiglu", lambda: dense.swiglu(empty(batch, 2 * shape.intermediate_size))
     yield (
         "snapkv_scores",
-        lambda: scores.launch_snapkv_scores(
+        lambda: scores.snapkv_scores(
             empty(32, heads, dim), staged, prompt - 32, 4, prompt - 2048, over_row=False, group_max=False
         ),
     )
@@ -292,7 +292,7 @@ def recurrent_launchers(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable
         yield (
             model,
             "conv_step",
-            partial(recurrence.launch_conv_step, x, state, rows, weights, bias, memory is not None),
+            partial(recurrence.conv_step, x, state, rows, weights, bias, memory is not None),
         )
         if memory is not None:
             kind, groups, heads, key, value = memory
@@ -302,7 +302,7 @@ def recurrent_launchers(dtype: torch.dtype) -> Iterator[tuple[str, str, Callable
             mixed, states = empty(8, 2 * groups * key + heads * value, kind=dtype), empty(9, heads, key, value)
             yield (
                 model, "memory_step",
-                partial(recurrence.launch_memory_step, mixed, gates, states, rows, empty(heads), step, skip),
+                partial(recurrence.memory_step, mixed, gates, states, rows, empty(heads), step, skip),
             )  # fmt: skip
 
 
@@ -330,8 +330,8 @@ def integer_rows(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, str, C
     kinds: tuple[KVDType, ...] = ("int8", "int4", "int8/int4")
     for kv_dtype in kinds:
         cache = made(kv_dtype)
-        yield kv_dtype, "decode_attention", partial(attention.launch_decode_attention, q, cache, index, index)
-        yield kv_dtype, "store_codes", partial(rows.launch_store_codes, tokens, tokens, cache, index, index)
+        yield kv_dtype, "decode_attention", partial(attention.decode_attention, q, cache, index, index)
+        yield kv_dtype, "store_codes", partial(rows.store_codes, tokens, tokens, cache, index, index)
 
 
 def code_launchers(dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -344,7 +344,7 @@ def code_launchers(dtype: torch.dtype, groups: tuple[int, ...]) -> Iterator[tupl
     def launcher(num_tokens: int, num_out: int, bits: int, group: int) -> Callable[[], object]:
         x, stored = empty(num_tokens, NUM_IN, kind=dtype), empty(num_out, NUM_IN * bits // 8, kind=torch.uint8)
         scales = empty(num_out, NUM_IN // group, kind=torch.float16)
-        return lambda: products.launch_code_linear(x, stored, scales, None)
+        return lambda: products.code_linear(x, stored, scales, None)
 
     tiles = configs.CODE_TOKENS[:1] if dtype == torch.float32 else configs.CODE_TOKENS
     for group in groups:

@@ -114,7 +114,7 @@ def decode_cases(
 
     def call(first: int, cut: configs.DecodeLaunch) -> Call:
         rows = torch.arange(first, first + batch, device=device)
-        return lambda: attention.launch_decode_attention(q, cache, rows, lengths, launch=cut)
+        return lambda: attention.decode_attention(q, cache, rows, lengths, launch=cut)
 
     for cut in dict.fromkeys(cuts):
         calls = [call(i * batch, cut) for i in range(sets)]
@@ -139,7 +139,7 @@ def score_cases(shape: Shape, prompt: int, dtype: torch.dtype, device: str, tune
             cuts.append(replace(cuts[0], block=block, num_warps=num_warps, num_stages=num_stages))
 
     def call(own: Tensor, cut: configs.ScoreLaunch) -> Call:
-        return lambda: scores.launch_snapkv_scores(
+        return lambda: scores.snapkv_scores(
             queries, own, prompt - num_queries, 4, prompt - num_queries, over_row=False, group_max=False, launch=cut
         )
 
@@ -172,7 +172,7 @@ def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, de
 
     def rope() -> Call:
         own = data(tokens, heads + 2 * groups, dim)
-        return lambda: rope_write.launch_norm_rope_write(own, head_norm, angles, cache, rows, slots)
+        return lambda: rope_write.norm_rope_write(own, head_norm, angles, cache, rows, slots)
 
     def normed() -> Call:
         x, residual, w = data(tokens, shape.hidden_size), data(tokens, shape.hidden_size), data(shape.hidden_size)
@@ -180,13 +180,13 @@ def small_cases(shape: Shape, tokens: int, capacity: int, dtype: torch.dtype, de
 
     def gated() -> Call:
         x = data(tokens, 2 * shape.intermediate_size)
-        return lambda: dense.launch_swiglu(x)
+        return lambda: dense.swiglu(x)
 
     def gathered() -> Call:
         keys, values = data(groups, 4 * capacity, dim), data(groups, 4 * capacity, dim)
         row = LayerRows(data(1, 1, groups, capacity, dim), data(1, 1, groups, capacity, dim), 0)
         index = torch.arange(capacity, device=device).mul(4).expand(groups, -1).contiguous()
-        return lambda: gather.launch_gather_rows(row, [0], keys, values, index)
+        return lambda: gather.gather_rows(row, [0], keys, values, index)
 
     yield case("norm_rope_write", 2 * projected + tokens * dim * 8, rope)
     yield case("add_rms_norm", 4 * tokens * shape.hidden_size * item, normed)

@@ -7,16 +7,20 @@ error, as it is in a capture. What a tape cannot show: streams, and memory that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from snapstream.kernels.interface import Kernels
 
 
 class Tape:
@@ -34,16 +38,47 @@ class Tape:
 
 
 class _Recorder(TorchDispatchMode):
+    running: _Recorder | None = None
+
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+
+    def __enter__(self) -> _Recorder:
+        _Recorder.running = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _Recorder.running = None
+        super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func is not torch.ops.aten._local_scalar_dense.default, "a number was read while capturing"
         assert func is not torch.ops.aten.lift_fresh.default, "a number of the host was sent while capturing"
         found = func(*args, **(kwargs or {}))
-        self._tape.calls.append((func, args, kwargs or {}, _tensors(found)))
+        self.record(func, args, kwargs or {}, found)
         return found
+
+    def record(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        self._tape.calls.append((func, args, kwargs, _tensors(found)))
+
+
+def launched(kernels: Kernels) -> Kernels:
+    """The same, each a single operator of a tape: what is interpreted shows none."""
+
+    def whole(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes():
+                found = kernel(*args, **kwargs)
+            if _Recorder.running is not None:
+                _Recorder.running.record(kernel, args, kwargs, found)
+            return found
+
+        return call
+
+    fields = {field.name: getattr(kernels, field.name) for field in dataclasses.fields(kernels)}
+    return replace(kernels, **{name: whole(own) for name, own in fields.items() if callable(own)})
 
 
 def _tensors(found: Any) -> list[Tensor]:

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
 from snapstream.kernels.triton import configs
@@ -156,8 +155,7 @@ def attend_rows(
         num_kv_heads = cache.num_kv_heads
         qk = norm_rope(heads, norm, rope, num_kv_heads)
         q, k, v = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:], heads[:, -num_kv_heads:]
-        stacks, scales = (cache.keys, cache.values), (cache.key_scales, cache.value_scales)
-        store_codes(k, v, *stacks, cache.layer, places.rows, places.slots, *scales)
+        store_codes(k, v, cache, places.rows, places.slots)
     else:
         q = norm_rope_write(heads, norm, rope, cache, places.rows, places.slots)
     if keep is not None:
@@ -166,43 +164,14 @@ def attend_rows(
 
 
 def decode_attention(
-    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None, cap: float | None = None
-) -> Tensor:
-    """See ``reference.decode_attention``, through the operator."""
-    cache.refuse_latents("decode attention in Triton")
-    return decode_operator(
-        q, cache.keys, cache.values, cache.layer, rows, lengths, cache.key_scales, cache.value_scales, sinks, cap
-    )
-
-
-@custom_op("snapstream::decode_attention", mutates_args=())
-def decode_operator(
-    q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """``launch_decode_attention`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
-    own = LayerRows(keys, values, layer, key_scales, value_scales)
-    return launch_decode_attention(q, own, rows, lengths, sinks=sinks, cap=cap)
-
-
-@decode_operator.register_fake
-def _(
-    q: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, lengths: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    return q.new_empty(q.shape)
-
-
-def launch_decode_attention(
-    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, launch: configs.DecodeLaunch | None = None,
-    sinks: Tensor | None = None, cap: float | None = None,
+    q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None, cap: float | None = None,
+    launch: configs.DecodeLaunch | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``reference.decode_attention``: ``q [B, H, E]``, ``rows, lengths [B]``, ``sinks`` fp32 -> ``[B, H, E]``.
 
     Any strides, as long as the last dimension is contiguous. Every length must be >= 1. ``launch`` is for the tuner.
     """
+    cache.refuse_latents("decode attention in Triton")
     k, v = as_words(cache.k), as_words(cache.v)
     k_scale, v_scale = cache.scales
     batch, num_heads, head_dim = q.shape

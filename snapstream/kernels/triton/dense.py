@@ -17,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from snapstream.kernels.triton import configs
@@ -107,7 +106,6 @@ def one_linear_kernel(
     tl.store(out_ptr + row, out.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
-@custom_op("snapstream::one_linear", mutates_args=())
 def one_linear(
     x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, gated: bool
 ) -> Tensor:  # fmt: skip
@@ -115,20 +113,9 @@ def one_linear(
     return launch_one_linear(x, norm if norm is None else (norm, eps), weight, bias, gated=gated)
 
 
-@one_linear.register_fake
-def _(x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, gated: bool) -> Tensor:
-    return x.new_empty(1, weight.shape[0] // (2 if gated else 1))
-
-
-@custom_op("snapstream::add_one_linear", mutates_args=("residual",))
 def add_one_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """See ``reference.add_one_linear``."""
     launch_one_linear(x, None, weight, bias, residual=residual)
-
-
-@add_one_linear.register_fake
-def _(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    return None
 
 
 def launch_one_linear(
@@ -184,25 +171,7 @@ def few_linear_kernel(
     tl.store(out_at, tl.trans(sums).to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
 
 
-@custom_op("snapstream::few_linear", mutates_args=())
 def few_linear(x: Tensor, weight: Tensor, bias: Tensor | None, in_parts: bool) -> Tensor:
-    """See ``reference.few_linear``."""
-    return launch_few_linear(x, weight, bias, in_parts=in_parts)
-
-
-@few_linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, in_parts: bool) -> Tensor:
-    return _few_out(x, weight, in_parts)[0]
-
-
-def _few_out(x: Tensor, weight: Tensor, in_parts: bool) -> tuple[Tensor, configs.FewLaunch]:
-    cut = configs.few_launch(*weight.shape, in_parts=in_parts)
-    if not in_parts:
-        return x.new_empty(len(x), len(weight)), cut
-    return x.new_empty(cut.num_splits, len(x), len(weight), dtype=torch.float32), cut
-
-
-def launch_few_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, in_parts: bool) -> Tensor:
     """See ``reference.few_linear``; at most ``configs.FEW_TOKENS`` tokens, whose elements are contiguous."""
     if x.stride(1) != 1 or not weight.is_contiguous() or len(x) > configs.FEW_TOKENS:
         raise ValueError(
@@ -210,7 +179,9 @@ def launch_few_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, in_part
             "contiguous elements"
         )
     (num_out, num_in), early = weight.shape, overlaps(x.device)
-    out, cut = _few_out(x, weight, in_parts)
+    cut, out = configs.few_launch(num_out, num_in, in_parts=in_parts), x.new_empty(len(x), num_out)
+    if in_parts:
+        out = x.new_empty(cut.num_splits, len(x), num_out, dtype=torch.float32)
     few_linear_kernel[(triton.cdiv(num_out, cut.rows), cut.num_splits)](
         x, weight, weight if bias is None else bias, out,
         len(x), num_out, num_in, cut.split_len,
@@ -272,26 +243,14 @@ def launch_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
     return out
 
 
-@custom_op("snapstream::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.rms_norm``."""
     return launch_rms_norm(x, None, weight, eps)
 
 
-@rms_norm.register_fake
-def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@custom_op("snapstream::add_rms_norm", mutates_args=("residual",))
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See ``reference.add_rms_norm``."""
     return launch_rms_norm(x, residual, weight, eps)
-
-
-@add_rms_norm.register_fake
-def _(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return residual.new_empty(residual.shape)
 
 
 @triton.jit
@@ -308,18 +267,7 @@ def swiglu_kernel(x_ptr, out_ptr, stride_x, SIZE: tl.constexpr, BLOCK: tl.conste
     tl.store(out_ptr + token * SIZE + column, (silu * up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@custom_op("snapstream::swiglu", mutates_args=())
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See ``reference.swiglu``."""
-    return launch_swiglu(gate_up)
-
-
-@swiglu.register_fake
-def _(gate_up: Tensor) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-
-
-def launch_swiglu(gate_up: Tensor) -> Tensor:
     """See ``reference.swiglu``: ``[T, 2I]`` (gate | up) -> ``[T, I]``."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     if gate_up.stride(1) != 1:

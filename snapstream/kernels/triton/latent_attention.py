@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from snapstream.kernels import reference
 from snapstream.kernels.rows import CosSin, HeadNorm, Keep, LayerRows, RowPlaces
@@ -95,24 +94,8 @@ def attend_rows(
 
 
 def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
-    """See ``reference.decode_attention``, through the operator."""
-    return latent_operator(q, cache.keys, cache.values.shape[-1], cache.layer, rows, lengths, cache.key_scales)
-
-
-@custom_op("snapstream::latent_attention", mutates_args=())
-def latent_operator(
-    q: Tensor, keys: Tensor, rank: int, layer: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None
-) -> Tensor:
-    """``launch_latent_attention`` for tracing: opaque; ``scales [L, rows+1, 1]`` of rows in FP8."""
-    own = None if scales is None else scales[layer]
-    return launch_latent_attention(q, keys[layer], rank, rows, lengths, scales=own)
-
-
-@latent_operator.register_fake
-def _(
-    q: Tensor, keys: Tensor, rank: int, layer: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None
-) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], rank)
+    """See ``reference.decode_attention``."""
+    return launch_latent_attention(q, cache.k, cache.values.shape[-1], rows, lengths, scales=cache.scales[0])
 
 
 def launch_latent_attention(

@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from snapstream.kernels import pytorch
 from snapstream.kernels.reference import BLOCK
@@ -80,18 +79,7 @@ def code_linear_kernel(
     tl.store(out_at, out.to(kind), mask=is_token[None, :] & is_row[:, None])
 
 
-@custom_op("snapstream::code_linear", mutates_args=())
 def code_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """See ``reference.code_linear``."""
-    return launch_code_linear(x, codes, scales, bias)
-
-
-@code_linear.register_fake
-def _(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-def launch_code_linear(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See ``reference.code_linear``; codes and scales contiguous, rows of ``x`` may lie apart."""
     (num_tokens, num_in), num_out = x.shape, codes.shape[0]
     if x.stride(1) != 1 or not codes.is_contiguous() or not scales.is_contiguous():
@@ -161,18 +149,7 @@ def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor
     is_aligned = weight.shape[1] % _ALIGNED == 0 and weight.shape[2] % _ALIGNED == 0
     if scale is None and x.dtype == torch.bfloat16 and is_aligned and len(x) >= MANY * len(weight):
         return pytorch.grouped_linear(x, weight, None, ends)
-    return grouped_linear_operator(x, weight, scale, ends)
-
-
-@custom_op("snapstream::grouped_linear", mutates_args=())
-def grouped_linear_operator(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
-    """``launch_grouped_linear`` for tracing."""
     return launch_grouped_linear(x, weight, scale, ends)
-
-
-@grouped_linear_operator.register_fake
-def _(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[1])
 
 
 def launch_grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from snapstream.kernels.triton import configs
 
@@ -106,7 +105,7 @@ def memory_step_kernel(
     tl.store(out_ptr + (entry * HEADS + head) * VALUE + value, out, mask=is_value)
 
 
-def launch_conv_step(x: Tensor, state: Tensor, rows: Tensor, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def conv_step(x: Tensor, state: Tensor, rows: Tensor, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
     """See ``interface.Kernels.conv_step``."""
     batch, channels = x.shape
     if x.stride(1) != 1 or not (state.is_contiguous() and taps.is_contiguous()):
@@ -120,7 +119,7 @@ def launch_conv_step(x: Tensor, state: Tensor, rows: Tensor, taps: Tensor, bias:
     return out
 
 
-def launch_memory_step(
+def memory_step(
     mixed: Tensor, gates: Tensor, memory: Tensor, rows: Tensor, rate: Tensor, step: Tensor, skip: Tensor | None
 ) -> Tensor:
     """See ``interface.Kernels.memory_step``."""
@@ -138,29 +137,3 @@ def launch_memory_step(
         num_warps=launch.num_warps,
     )  # fmt: skip
     return out
-
-
-@custom_op("snapstream::conv_step", mutates_args=("state",))
-def conv_step(x: Tensor, state: Tensor, rows: Tensor, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    """See ``interface.Kernels.conv_step``."""
-    return launch_conv_step(x, state, rows, taps, bias, silu)
-
-
-@conv_step.register_fake
-def _(x: Tensor, state: Tensor, rows: Tensor, taps: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-@custom_op("snapstream::memory_step", mutates_args=("memory",))
-def memory_step(
-    mixed: Tensor, gates: Tensor, memory: Tensor, rows: Tensor, rate: Tensor, step: Tensor, skip: Tensor | None
-) -> Tensor:
-    """See ``interface.Kernels.memory_step``."""
-    return launch_memory_step(mixed, gates, memory, rows, rate, step, skip)
-
-
-@memory_step.register_fake
-def _(
-    mixed: Tensor, gates: Tensor, memory: Tensor, rows: Tensor, rate: Tensor, step: Tensor, skip: Tensor | None
-) -> Tensor:
-    return mixed.new_empty(len(mixed), memory.shape[1] * memory.shape[3], dtype=torch.float32)

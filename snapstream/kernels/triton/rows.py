@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from snapstream.kernels import reference
 from snapstream.kernels.formats import encoding_of
@@ -180,26 +179,8 @@ def store_codes_kernel(
     _store_token(v, place, v_scale_ptr + scale_at, HEAD_DIM, HEAD_PAD, STEPS, V_KIND)
 
 
-# What is changed has no default: PyTorch 2.11 drops such arguments before it looks up those that are changed.
-@custom_op("snapstream::store_codes", mutates_args=("keys", "values", "key_scales", "value_scales"))
-def store_codes(
-    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
-    key_scales: Tensor | None, value_scales: Tensor | None,
-) -> None:  # fmt: skip
+def store_codes(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Tensor) -> None:
     """``reference.write_slots`` of ``k, v [T, G, E]``, heads contiguous, into rows of int8 or int4."""
-    launch_store_codes(k, v, LayerRows(keys, values, layer, key_scales, value_scales), rows, slots)
-
-
-@store_codes.register_fake
-def _(
-    k: Tensor, v: Tensor, keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
-    key_scales: Tensor | None, value_scales: Tensor | None,
-) -> None:  # fmt: skip
-    return None
-
-
-def launch_store_codes(k: Tensor, v: Tensor, cache: LayerRows, rows: Tensor, slots: Tensor) -> None:
-    """See ``store_codes``."""
     num_tokens, num_kv_heads, head_dim = k.shape
     if any(heads.stride(2) != 1 or heads.stride(1) != head_dim for heads in (k, v)):
         raise ValueError("rows of integers take tokens whose heads are contiguous")
@@ -253,41 +234,16 @@ def gather_row_kernel(
 
 
 def gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
-    """See ``reference.gather_rows``, through the operator; rows of integers by PyTorch, a prompt once.
+    """See ``reference.gather_rows``; any strides with a contiguous head dimension. One launch per row; rows of integers
+    by PyTorch, a prompt once.
 
     Of latents the kernel writes keys in the place of values too: the same bytes twice.
     """
     if has_codes(cache):
         reference.gather_rows(cache, rows, keys, values, index)
         return
-    row_values = cache.keys if cache.values_are_keys else cache.values
-    values = keys if cache.values_are_keys else values
-    gather_operator(
-        cache.keys, row_values, cache.layer, rows, keys, values, index, cache.key_scales, cache.value_scales
-    )
-
-
-@custom_op("snapstream::gather_rows", mutates_args=("row_keys", "row_values"))
-def gather_operator(
-    row_keys: Tensor, row_values: Tensor, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    """``launch_gather_rows`` for tracing: opaque, with the fields of ``LayerRows`` one by one."""
-    launch_gather_rows(LayerRows(row_keys, row_values, layer, key_scales, value_scales), rows, keys, values, index)
-
-
-@gather_operator.register_fake
-def _(
-    row_keys: Tensor, row_values: Tensor, layer: int, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
-) -> None:  # fmt: skip
-    return None
-
-
-def launch_gather_rows(cache: LayerRows, rows: Sequence[int], keys: Tensor, values: Tensor, index: Tensor) -> None:
-    """See ``reference.gather_rows``; any strides with a contiguous head dimension. One launch per row."""
-    k_cache, v_cache = cache.k, cache.v
-    k_scale, v_scale = cache.scales
+    k_cache, (k_scale, v_scale) = cache.k, cache.scales
+    v_cache, values = (k_cache, keys) if cache.values_are_keys else (cache.v, values)
     num_kv_heads, num_kept = index.shape
     head_dim = keys.shape[2]
     if any(tensor.stride(-1) != 1 for tensor in (k_cache, v_cache, keys, values)):
@@ -393,54 +349,8 @@ def _check(heads: Tensor, *caches: Tensor) -> None:
 def norm_rope_write(
     heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
 ) -> Tensor:
-    """See ``reference.norm_rope_write``, through the operator."""
-    cache.refuse_latents("the write of slots in Triton")
-    stacks, scales = (cache.keys, cache.values), (cache.key_scales, cache.value_scales)
-    return norm_rope_write_operator(heads, *norm[:2], *rope, *stacks, cache.layer, rows, slots, *scales)
-
-
-@custom_op("snapstream::norm_rope_write", mutates_args=("keys", "values"))
-def norm_rope_write_operator(
-    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
-    keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``launch_norm_rope_write`` for tracing: opaque, with the fields of its handles one by one."""
-    cache = LayerRows(keys, values, layer, key_scales, value_scales)
-    return launch_norm_rope_write(heads, HeadNorm(head_norm, eps), (cos, sin), cache, rows, slots)
-
-
-@norm_rope_write_operator.register_fake
-def _(
-    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
-    keys: Tensor, values: Tensor, layer: int, rows: Tensor, slots: Tensor,
-    key_scales: Tensor | None = None, value_scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return heads.new_empty(heads.shape[0], heads.shape[1] - 2 * keys.shape[2], heads.shape[2])
-
-
-def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
-    """See ``reference.norm_rope``, through the operator."""
-    return norm_rope_operator(heads, *norm[:2], *rope, num_kv_heads)
-
-
-@custom_op("snapstream::norm_rope", mutates_args=())
-def norm_rope_operator(
-    heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int
-) -> Tensor:
-    """``launch_norm_rope`` for tracing."""
-    return launch_norm_rope(heads, HeadNorm(head_norm, eps), (cos, sin), num_kv_heads)
-
-
-@norm_rope_operator.register_fake
-def _(heads: Tensor, head_norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, num_kv_heads: int) -> Tensor:
-    return heads.new_empty(heads.shape[0], heads.shape[1] - num_kv_heads, heads.shape[2])
-
-
-def launch_norm_rope_write(
-    heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
-) -> Tensor:
     """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    cache.refuse_latents("the write of slots in Triton")
     (head_norm, eps), (cos, sin) = norm[:2], rope
     k_cache, v_cache = cache.k, cache.v
     k_scale, v_scale = cache.scales
@@ -464,7 +374,7 @@ def launch_norm_rope_write(
     return q
 
 
-def launch_norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
+def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
     """See ``reference.norm_rope``; ``heads [T, H+2G, E]`` may be strided along T only."""
     (head_norm, eps), (cos, sin) = norm[:2], rope
     _check(heads)

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from snapstream.kernels import pytorch as plain_scores
 from snapstream.kernels.triton import configs
@@ -93,21 +92,6 @@ def votes_kernel(
     tl.store(scores_ptr + kv_head.to(tl.int64) * (stop - start) + (token - start), votes, mask=is_token)
 
 
-@custom_op("snapstream::snapkv_scores", mutates_args=())
-def snapkv_scores(
-    queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
-) -> Tensor:
-    """See ``reference.snapkv_scores``."""
-    return launch_snapkv_scores(queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max)
-
-
-@snapkv_scores.register_fake
-def _(
-    queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool
-) -> Tensor:
-    return keys.new_empty(keys.shape[0], stop - start, dtype=torch.float32)
-
-
 def scores_of_any_size(
     queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool,
     sinks: Tensor | None = None, cap: float | None = None,
@@ -123,7 +107,7 @@ def scores_of_any_size(
     return score(queries, keys, first_query, start, stop, over_row=over_row, group_max=group_max)
 
 
-def launch_snapkv_scores(
+def snapkv_scores(
     queries: Tensor, keys: Tensor, first_query: int, start: int, stop: int, *, over_row: bool, group_max: bool,
     launch: configs.ScoreLaunch | None = None,
 ) -> Tensor:  # fmt: skip

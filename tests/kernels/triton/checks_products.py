@@ -64,7 +64,7 @@ def check_one_linear(num_out: int, num_in: int, dtype: torch.dtype, device: str)
 
 
 def check_few_linear(num_tokens: int, num_out: int, num_in: int, dtype: torch.dtype, device: str) -> None:
-    """Products of few tokens, whole or in parts that the next norm adds up, equal the reference; no token sees another."""
+    """Products of few tokens, whole or in parts that the next norm adds up; a token's are the same among others."""
     from snapstream.kernels.triton import dense
 
     torch.manual_seed(num_out)
