@@ -74,7 +74,7 @@ def sections() -> list[Section]:
                 "products of few tokens: bf16 by cuBLAS and, of one, by our kernel; int8 and int4 weights (codes), and "
                 "widened block by block"),
         Section("decode_8b_narrow", narrow.decode_8b_narrow, 60, "decode_8b over weights of int4 and int8"),
-        Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 8, 64], 8000)], best), 30, decode),
+        Section("decode_small", speed.decode("qwen3_06b", [(2048, [1, 2, 8, 16, 64], 8000)], best), 30, decode),
         Section("attention", attention.attention, 45, "kernels that can attend a chunk of a prompt"),
         Section("latent_kernel", latents.latent_kernel, 30, "decode attention alone over full rows of latents"),
         Section("decode_lite", speed.decode("deepseek_v2_lite", [(8192, [1, 8, 64], 131_000), (32_768, [16], 131_000)],

@@ -8,6 +8,7 @@ Skipped where torch sees no GPU. Needs torch, transformers, safetensors and pyte
 from __future__ import annotations
 
 import random
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from snapstream.config import KVBudget
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.kernels.interface import bind
 from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import read_model_config
+from snapstream.startup.build import build_runner
 from snapstream.types import RequestOutput, SamplingParams
 from tests.parity.checkpoints import ARCHITECTURES, VOCAB, make_model, save
 from tests.parity.test_heads import uneven
@@ -109,6 +112,25 @@ def test_tokens_over_per_head_budgets_equal_those_of_the_cpu(
     model = read_model_config(folder)
     profile = HeadProfile(shares=uneven(model.num_layers, model.num_kv_heads), model=fingerprint(folder))
     assert_same(run(folder, prompts, "cuda", SMALL, profile), run(folder, prompts, "cpu", SMALL, profile))
+
+
+@pytest.mark.parametrize("max_rows", [1, 7, 16, 17])
+def test_half_precision_equals_plain_pytorch(max_rows: int, prompts: list[list[int]], tmp_path: Path) -> None:
+    """Products of one token, of few and of more, in captured steps; log-probabilities are those of PyTorch's products."""
+    folder = save(make_model("qwen3", hidden_size=272, intermediate_size=600), tmp_path)
+    params, found = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0), []
+    for executor, version in (("graph", "triton"), ("eager", "torch")):
+        made = partial(build_runner, kernels=bind("cuda", version))  # type: ignore[arg-type]
+        with LLM(folder, budget=SMALL, selector=SELECTOR, device="cuda", dtype="float16", executor=executor,
+                 max_rows=max_rows, max_model_len=160, progress=False, make_runner=made) as llm:  # fmt: skip
+            found.append(llm.generate(prompts * 2, params))
+    pairs = [
+        pair
+        for got, want in zip(*found, strict=True)
+        for pair in zip(got.token_ids, want.token_ids, got.logprobs or [], want.logprobs or [], strict=True)
+    ]
+    same = [abs(one.logprob - other.logprob) for token, like, one, other in pairs if token == like]
+    assert len(same) > 0.8 * len(pairs) and sorted(same)[int(0.9 * len(same))] < 0.02  # behind a tie all is different
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
