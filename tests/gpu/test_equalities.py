@@ -19,8 +19,8 @@ import torch
 from snapstream.config import KVBudget
 from snapstream.config.kv import HeadProfile
 from snapstream.exec.sampling_state import SamplingNeeds
-from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.kernels.interface import bind
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.models.config_json import fingerprint
 from snapstream.models.registry import read_model_config
@@ -116,7 +116,7 @@ def test_tokens_over_per_head_budgets_equal_those_of_the_cpu(
 
 @pytest.mark.parametrize("max_rows", [1, 7, 16, 17])
 def test_half_precision_equals_plain_pytorch(max_rows: int, prompts: list[list[int]], tmp_path: Path) -> None:
-    """Products of one token, of few and of more, in captured steps; log-probabilities are those of PyTorch's products."""
+    """Products of one token, of few and of more, in captured steps; log-probabilities are those of PyTorch."""
     folder = save(make_model("qwen3", hidden_size=272, intermediate_size=600), tmp_path)
     params, found = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0), []
     for executor, version in (("graph", "triton"), ("eager", "torch")):
