@@ -1190,13 +1190,13 @@ LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteFo
 
 
 def config_class_of(architecture: str) -> Any:
-    import transformers
+    from tests.parity.checkpoints import class_of_transformers  # loads torch
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3"}
     name = names.get(name, name)  # that of its text_config
     is_text = architecture in TEXT_CONFIGS or name.startswith(TEXT_NAMES)
-    return getattr(transformers, name + ("TextConfig" if is_text else "Config"))
+    return class_of_transformers(name + ("TextConfig" if is_text else "Config"))
 
 
 def other_values(architecture: str) -> dict[str, Any]:
