@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that a GPU is asked, in three calls of about five minutes:
 #
-#     bash benchmarks/gpu_suite/calls.sh 1 FOLDER     # does it run, is it right, and the first figures
-#     bash benchmarks/gpu_suite/calls.sh 2 FOLDER     # the figures that decide, and peers
-#     bash benchmarks/gpu_suite/calls.sh 3 FOLDER     # the rest
+#     bash benchmarks/gpu_suite/calls.sh 1 FOLDER     # is it right; peers and the attention kernel
+#     bash benchmarks/gpu_suite/calls.sh 2 FOLDER     # the other sections that no GPU has run
+#     bash benchmarks/gpu_suite/calls.sh 3 FOLDER     # those that one has
 #
 # FOLDER gets logs, one JSON for all calls (gpu.json) and what Triton compiled, as parts of an archive. Unpack that
 # into TRITON_CACHE_DIR before the next call on a new machine of the same kind. Jobs run in processes with time limits
@@ -45,18 +45,17 @@ if [ "$call" = 1 ] || [ "$call" = list ]; then
     nvidia-smi
     "$python" -c 'import torch, triton, transformers as t; print(torch.__version__, triton.__version__, t.__version__)'
   fi
-  tests kernels 170 -n 6 tests/gpu/test_triton_kernels.py tests/gpu/test_rows.py -k "not two_to_the_31" &
-  tests graph 170 -n 5 tests/gpu/test_graph.py tests/gpu/test_equalities.py -k "not memory_is" &
-  wait
-  suite 120 decode_8b decode_small prefill_kernels attention
+  # 682 tests took 127 s of an H100 and 16 cores.
+  tests all 200 -n 14 --dist worksteal tests/gpu -k "not two_to_the_31 and not memory_is" --ignore tests/gpu/test_ranks.py
+  suite 160 peers decode_kernel requests
 fi
 if [ "$call" = 2 ] || [ "$call" = list ]; then
-  suite 430 decode_8b_heads largest_batch prefill_8b peers decode_kernel streams drafts spec_prefill decode_8b_fp8 decode_8b_int4
+  suite 430 streams drafts decode_8b_heads decode_8b_fp8 decode_8b_int4 decode_lite prefill_lite latent_kernel experts_kernel narrow_linear decode_8b_narrow peers_continuous
 fi
 if [ "$call" = 3 ] || [ "$call" = list ]; then
   tests memory 100 tests/gpu/test_graph.py -k memory_is
   tests ranks 100 tests/gpu/test_ranks.py
-  suite 300 requests prefixes narrow_linear decode_8b_narrow latent_kernel experts_kernel
+  suite 250 decode_8b decode_small prefixes spec_prefill prefill_8b largest_batch attention prefill_kernels
 fi
 if [ "$call" != list ]; then # cubins are what takes long; 15 MB per part
   (cd "$TRITON_CACHE_DIR" && find . -name '*.cubin' -o -name '*.json' -o -name '*.so' | tar czf - -T - | split -b 15000000 - "$out/triton.tgz.")

@@ -22,7 +22,6 @@ from benchmarks.gpu_suite.device import Device
 from benchmarks.gpu_suite.peers_kvpress import kvpress
 from benchmarks.gpu_suite.suite import Bench, Figures, Section, run
 from benchmarks.gpu_tables import WANTED
-from benchmarks.machine import RESULTS
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[3]
@@ -67,8 +66,8 @@ def test_smoke_run_fills_every_section(tmp_path: Path, monkeypatch: pytest.Monke
     (prefill,) = result["sections"]["prefill_8b"]["figures"]
     assert 0 < prefill["compress_share"] < 1
     assert all(entry["about"] and not entry["is_running"] for entry in result["sections"].values())
-    page = gpu_tables.document(result, out.name)
-    assert all(f"## {name}" in page for name in QUICK)
+    page = gpu_tables.document({out.name: result})
+    assert all(f"### {name}" in page for name in QUICK)
     (answers,) = result["sections"]["requests"]["figures"]
     assert answers["batch"] * answers["output_len"] / answers["seconds"] == pytest.approx(answers["tokens_per_s"])
     assert {figure["executor"] for figure in result["sections"]["decode_8b"]["figures"]} == {"graph", "eager"}
@@ -310,10 +309,10 @@ def test_a_page_shows_every_line_and_what_went_wrong() -> None:
     found["sections"]["streams"] = section(error="Traceback\n  x\nRuntimeError: no memory\n")
     found["sections"]["requests"] |= {"is_cut": True}
     found["sections"]["late"] = section(is_cut=True, seconds=0.0)
-    page = gpu_tables.document(found, "results/x.json")
+    page = gpu_tables.document({"results/x.json": found})
     assert "`results/x.json`" in page and "| device | NVIDIA H200 |" in page
     assert "Failed: `RuntimeError: no memory`" in page and "Cut by time after 3 s." in page
-    assert "## late\n\nWhat it is.\n\nNot started: no time was left." in page
+    assert "### late\n\nWhat it is.\n\nNot started: no time was left." in page
     assert "| executor | batch | share_of_read |\n|---|---|---|\n| eager | 64 | 0.1 |" in page
     assert page.count("| seconds |\n|---|\n| 1 |") == 1  # lines of another kind have a table of their own
 
@@ -330,20 +329,15 @@ def test_the_command_keeps_the_json_and_writes_the_page(
     gpu_tables.main()
     kept = results / "h200" / "2026-01-02_gpu_suite.json"
     assert json.loads(kept.read_text()) == result()
-    assert page.read_text() == gpu_tables.document(result(), "benchmarks/results/h200/2026-01-02_gpu_suite.json")
+    assert page.read_text() == gpu_tables.document({"benchmarks/results/h200/2026-01-02_gpu_suite.json": result()})
     for wrong, words in (({"name": "decode"}, "no result"), ({"name": "gpu_suite"}, "not measured on a GPU")):
         source.write_text(json.dumps(wrong))
         with pytest.raises(SystemExit, match=words):
             gpu_tables.main()
 
 
-def test_the_page_in_the_tree_is_of_the_newest_result() -> None:
-    kept = sorted(RESULTS.glob("*/*_gpu_suite.json"), key=lambda file: file.name)
-    if not gpu_tables.DOCUMENT.is_file():
-        assert not kept, "a result is kept without its page: run benchmarks.gpu_tables"
-        return
-    source = str(kept[-1].relative_to(RESULTS.parents[1]))
-    assert gpu_tables.DOCUMENT.read_text() == gpu_tables.document(json.loads(kept[-1].read_text()), source)
+def test_the_page_in_the_tree_is_of_the_results_that_are_kept() -> None:
+    assert gpu_tables.DOCUMENT.read_text() == gpu_tables.document(gpu_tables.kept())
 
 
 def test_the_calls_name_tests_and_sections_that_exist() -> None:
