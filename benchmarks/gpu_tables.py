@@ -104,7 +104,7 @@ def ahead_of_continuous(result: Result) -> float | None:
 
 
 WANTED = (
-    Wanted("decode of 8B, 64 rows of 8,192 slots, or as many as fit: share of the read bandwidth", 0.80, most_rows, "%"),
+    Wanted("decode of 8B, 64 rows of 8,192 slots, or what fits: share of the read bandwidth", 0.80, most_rows, "%"),
     Wanted("decode of 8B, one row", 0.70, one("decode_8b", "share_of_read", executor="graph", batch=1), "%"),
     Wanted("decode attention alone, 64 rows of 8,192 slots of 8B", 0.85,
            one("decode_kernel", "share_of_read", model="Llama-3.1-8B", batch=64), "%"),

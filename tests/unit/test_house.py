@@ -40,7 +40,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # entry of a registry.
 COUNTS = {
     "Python files of the package": 200,
-    "Python lines of the package": 52860,
+    "Python lines of the package": 52740,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 227,
     "modules with one importer": 21,

@@ -122,7 +122,7 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
 def test_it_is_short_and_says_first_what_has_hardly_run() -> None:
     lines = TEXT.splitlines()
     assert len(lines) <= 130
-    assert "**GPU**: one H200 has run it once" in "\n".join(lines[:30])
+    assert "**GPU**: two have run it, for minutes" in "\n".join(lines[:30])
 
 
 def test_python_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
