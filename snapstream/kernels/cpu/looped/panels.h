@@ -276,10 +276,11 @@ struct Prefetch {
     const char* from;
     int64_t step, apart = 0;  // apart: from one panel to the other that is multiplied with it
     int64_t head = 0;
-    template <int P, int LINES>
-    INLINE void ask(int64_t bytes) {  // of each of P panels
+    // Of each of P panels. Few tokens need the line soon; many would push it out of the first cache.
+    template <int P, int LINES, int T>
+    INLINE void ask(int64_t bytes) {
         UNROLL for (int p = 0; p < P; ++p)
-            UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(from + p * apart + i * 64);
+            UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(from + p * apart + i * 64, 0, T < 4 ? 3 : 2);
         from += bytes;
     }
 };
@@ -319,11 +320,11 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
                     UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] += w[i] * own;
                 }
             }
-            fetch.template ask<P, lines_of<Form>(T)>(fetch.step);
+            fetch.template ask<P, lines_of<Form>(T), T>(fetch.step);
             weight += Form::BYTES;
             x += Form::COLS * T;
         }
-        if constexpr (Form::HEAD > 0) fetch.template ask<P, 1>(fetch.head);
+        if constexpr (Form::HEAD > 0) fetch.template ask<P, 1, T>(fetch.head);
     }
     UNROLL for (int t = 0; t < T; ++t)
         UNROLL for (int i = 0; i < VECTORS; ++i) store(sum(t, i), acc[t][i]);

@@ -63,7 +63,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                         Dot::template add<T, VECTORS>(own, four, codes);
                     }
                 }
-                fetch.template ask<P, lines_of<Form>(T)>(fetch.step);
+                fetch.template ask<P, lines_of<Form>(T), T>(fetch.step);
                 weight += Form::BYTES;
             }
             UNROLL for (int t = 0; t < T; ++t)
@@ -73,7 +73,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                     else acc[t][i] = own[t][i];
                 }
         }
-        fetch.template ask<P, 1>(fetch.head);
+        fetch.template ask<P, 1, T>(fetch.head);
         vec scales[VECTORS];
         const auto line = [&](int i) { return reinterpret_cast<const uint16_t*>(lies(head, i)) + (v + i % WIDE) * W; };
         UNROLL for (int i = 0; i < VECTORS; ++i) scales[i] = load_half(line(i));
