@@ -143,7 +143,8 @@ class Mamba2Layer(DenseLayer):
         if self._scales is not None:
             projected = projected * self._scales.to(projected.dtype)
         out = view.recur(self._index, projected[:, inner:], self._recur, self._recur_rows)
-        z = view.outputs(projected[:, :inner]).to(torch.float32)
+        # A slice, so that torch takes SiLU row by row: its last few numbers are rounded one by one, not as vectors.
+        z = view.outputs(projected)[:, :inner].to(torch.float32)
         gated = out.view_as(z) * F.silu(z)
         if self._out_norm is None:
             return gated.to(projected.dtype)

@@ -19,7 +19,7 @@ from snapstream.config.model import ShortConv
 from snapstream.engine.prefix_cache import Node, PrefixIndex, Reservation
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu.looped import prompt
-from snapstream.kernels.cpu.looped.build import instruction_sets
+from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load
 from snapstream.kernels.reference import causal_conv
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -181,6 +181,16 @@ def test_batches_of_16_and_17_answer_as_each_alone(name: str, tmp_path: Path) ->
         alone = [llm.generate([prompt], GREEDY)[0].token_ids for prompt in asked]
         assert [output.token_ids for output in llm.generate(asked, GREEDY)] == alone
         assert [output.token_ids for output in llm.generate(asked[:16], GREEDY)] == alone[:16]
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="the looped executor needs a C++ compiler")
+def test_a_gate_of_odd_size_has_the_same_bits_alone_and_packed(tmp_path: Path) -> None:
+    """Granite's last layer gates the last tokens of all prompts at once: 144 numbers each, no multiple of a vector."""
+    folder = save(make_model("granite-hybrid", mamba_n_groups=1), tmp_path)
+    asked, first = prompts(*range(3, 43)), SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+    with LLM(folder, max_rows=40, executor="looped", **SETTINGS | {"chunk_len": 128}) as llm:
+        alone = [llm.generate([prompt], first)[0].samples[0].logprobs for prompt in asked]
+        assert [output.samples[0].logprobs for output in llm.generate(asked, first)] == alone
 
 
 def test_rows_cut_the_attention_layers_alone(folder: Path) -> None:
