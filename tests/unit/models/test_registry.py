@@ -791,6 +791,15 @@ def test_latent_attention() -> None:
     )
 
 
+def test_a_share_of_heads_in_two_places() -> None:
+    """transformers 5.17 writes partial_rotary_factor beside the rope settings too, be it its default; these decide."""
+    settings = {name: value for name, value in PUBLISHED["glm-4-9b-chat-hf"][0].items() if name != "rope_theta"}
+    for share, default in ((0.5, 0.5), (0.25, 0.5)):
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
+        config = model_config_from_dict(settings | {"partial_rotary_factor": default, "rope_parameters": rope})
+        assert config.rope == RopeConfig(theta=10000.0, partial_rotary_factor=share, is_interleaved=True)
+
+
 @pytest.mark.parametrize("key", ["type", "rope_type"])
 def test_both_spellings_of_rope_agree(key: str) -> None:
     old = model_config_from_dict({**LLAMA, "rope_scaling": {key: "llama3", **LLAMA3_ROPE}})
@@ -1202,6 +1211,7 @@ def config_class_of(architecture: str) -> Any:
 def other_values(architecture: str) -> dict[str, Any]:
     """The fields of ``OTHER_VALUES`` that the config class of the architecture has, and the rope settings."""
     known = {*config_class_of(architecture)().to_dict(), "rope_theta"}
+    known -= {"partial_rotary_factor"}  # which 5.23 moves into the rope settings, 5.17 leaves
     known |= {"partial_rotary_factor"} if architecture in ("Glm4MoeForCausalLM", "Phi3ForCausalLM") else set()
     settings = {name: value for name, value in OTHER_VALUES.items() if name in known}
     settings["norm_topk_prob"] = architecture in (
