@@ -1,4 +1,4 @@
-"""Bytes that an engine allocates, or one rank of it alone, on the meta device with the Triton operators' shapes."""
+"""Bytes that an engine allocates, or one rank of it alone, on the meta device, where Triton kernels do nothing."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def measured(
 ) -> tuple[int, int]:
     """Bytes held at the start, and the most after a prompt of all tokens and steps of all rows."""
     monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
+    for function in ("interpreter.InterpretedFunction", "jit.JITFunction"):  # whose callers allocate what kernels write
+        monkeypatch.setattr(f"triton.runtime.{function}.run", lambda *_, **__: None)
     group, rows, length = group or Alone(), config.max_rows, config.max_model_len
     with LiveBytes("meta") as live:
         share = rank_config(model, config.parallel, group.rank, config.weights)
