@@ -204,12 +204,17 @@ class Matrix:
 
     def _takes_one(self, x: Tensor) -> bool:
         """Whether kernels for one token multiply ``x [T, in]``."""
-        return len(x) == 1 and self.scales is None and not self.is_low_precision and self._rounding is None
+        return len(x) == 1 and self._is_plain
 
     def _takes_few(self, x: Tensor) -> bool:
         """Whether the kernel for few tokens multiplies ``x [T, in]``."""
+        return 1 < len(x) <= FEW_TOKENS and self._is_plain and self.dtype.itemsize == 2 and x.stride(1) == 1
+
+    @property
+    def _is_plain(self) -> bool:
+        """Not so a rank's columns of O, a slice, in prefill where its rows are dealt out."""
         is_dense = self.scales is None and not self.is_low_precision and self._rounding is None
-        return 1 < len(x) <= FEW_TOKENS and is_dense and self.dtype.itemsize == 2 and x.stride(1) == 1
+        return is_dense and self.data.is_contiguous()
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
