@@ -27,13 +27,18 @@ from tests.live import LiveBytes
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.9, top_k=5, seed=1)
 
 
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Triton kernels do nothing; their callers allocate what they write."""
+    for function in ("interpreter.InterpretedFunction", "jit.JITFunction"):
+        monkeypatch.setattr(f"triton.runtime.{function}.run", lambda *_, **__: None)
+
+
 def measured(
     model: ModelConfig, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, group: Group | None = None
 ) -> tuple[int, int]:
     """Bytes held at the start, and the most after a prompt of all tokens and steps of all rows."""
     monkeypatch.setattr(model_runner, "warm_up_kernels", lambda *_: None)  # the prompt below is all of it
-    for function in ("interpreter.InterpretedFunction", "jit.JITFunction"):  # whose callers allocate what kernels write
-        monkeypatch.setattr(f"triton.runtime.{function}.run", lambda *_, **__: None)
+    without_kernels(monkeypatch)
     group, rows, length = group or Alone(), config.max_rows, config.max_model_len
     with LiveBytes("meta") as live:
         share = rank_config(model, config.parallel, group.rank, config.weights)

@@ -16,7 +16,7 @@ from snapstream.models.registry import model_config_from_dict
 from snapstream.models.weights import DecoderWeights
 from snapstream.plan.memory import FRAMEWORK_BYTES, engine_memory
 from tests.live import LiveBytes
-from tests.unit.exec.allocated import measured
+from tests.unit.exec.allocated import measured, without_kernels
 from tests.unit.exec.test_memory import CHUNK, LENGTH, ROWS, SLOTS
 from tests.unit.plan.test_memory import GLM_45_AIR, MIXTRAL_8X7B, QWEN3_30B
 
@@ -39,7 +39,8 @@ def test_plan_and_engine_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_temporaries_of_experts(name: str) -> None:
+def test_temporaries_of_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_kernels(monkeypatch)
     model = model_config_from_dict(PUBLISHED[name] | {"num_hidden_layers": 2})
     with LiveBytes("meta") as live, torch.inference_mode():
         weights = DecoderWeights.empty(model, torch.bfloat16, "meta")
