@@ -63,6 +63,15 @@ class SnapStreamCache(Cache):
         for index in kv_spec_of(model, "float32").budget_layers:
             layers[index] = SnapStreamLayer(self.budget, chosen, index)
         super().__init__(layers=layers)
+        self._config = config
+
+    def reset(self) -> None:
+        """Forget all tokens. Other layers are made anew: windows of transformers 5.17 keep theirs at a reset."""
+        for index, other in enumerate(DynamicCache(config=self._config).layers):
+            if isinstance(own := self.layers[index], SnapStreamLayer):
+                own.reset()
+            else:
+                self.layers[index] = other
 
 
 class SnapStreamLayer(StaticLayer):
