@@ -70,7 +70,7 @@ def decode(
 
 
 def _rows_that_fit(bench: Bench, decoder: Decoder, slots: int, max_len: int, kv_dtype: KVDType) -> int:
-    """In the device's memory beside the weights, whole eights of rows where there are eight."""
+    """How many rows fit into the device's memory after the weights, a multiple of eight from eight on."""
     memory = engine_memory(decoder.config, engine_config(bench, slots, 1, max_len, min(512, slots), kv_dtype))
     fit = memory.rows_that_fit(bench.device.free_bytes() + decoder.weights.num_bytes)
     return max(fit - fit % 8 if fit >= 8 else fit, 1)

@@ -792,7 +792,7 @@ def test_latent_attention() -> None:
 
 
 def test_a_share_of_heads_in_two_places() -> None:
-    """transformers 5.17 writes partial_rotary_factor beside the rope settings too, be it its default; these decide."""
+    """transformers 5.17 also writes partial_rotary_factor outside the rope settings, even its default; these decide."""
     settings = {name: value for name, value in PUBLISHED["glm-4-9b-chat-hf"][0].items() if name != "rope_theta"}
     for share, default in ((0.5, 0.5), (0.25, 0.5)):
         rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
