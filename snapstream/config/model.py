@@ -235,7 +235,8 @@ class LayerNorms(NamedTuple):
         return self.before_attention is not None
 
 
-Activation = Literal["silu", "gelu_tanh", "relu2"]  # relu2: of an MLP without gate, ``down(relu(up x)^2)``
+# The last two are of MLPs without gate: ``down(relu(up x)^2)``, and xIELU (``kernels.pytorch.xielu``).
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
 
 
 class HeadSizes(NamedTuple):
@@ -547,8 +548,10 @@ class ModelConfig:
         check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
         is_beside = self.moe is not None and self.moe.is_beside_mlp
         check(
-            self.moe is None or is_beside or (self.norms.has_inputs and self.activation != "gelu_tanh"),
-            "experts without a norm of their input, and GELU, are not supported",
+            self.moe is None
+            or (is_beside and self.activation != "xielu")
+            or (self.norms.has_inputs and self.activation not in ("gelu_tanh", "xielu")),
+            "experts without a norm of their input, GELU and xIELU are not supported",
         )
         check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
         self._check_layer_sizes()
@@ -726,7 +729,7 @@ class ModelConfig:
     @property
     def has_gate(self) -> bool:
         """Whether MLPs and experts are gated."""
-        return self.activation != "relu2"
+        return self.activation not in ("relu2", "xielu")
 
     @property
     def own_vocab(self) -> int:

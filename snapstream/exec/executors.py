@@ -209,7 +209,7 @@ _LOOPED_TENSORS = frozenset(
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "
-    "streams_in streams_out stream_router stream_router_norm stream_prediction stream_correction stream_scale "
+    "xielu streams_in streams_out stream_router stream_router_norm stream_prediction stream_correction stream_scale "
     "laurel_in laurel_out laurel_norm mlp_part_norm experts_norm experts_part_norm router_scale expert_scale "
     "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
     "delta_step delta_norm delta_out delta_decay_up delta_gate_up "

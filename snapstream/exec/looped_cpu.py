@@ -10,7 +10,7 @@ eager's but for rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, byref
 from itertools import compress
@@ -49,6 +49,7 @@ from snapstream.kernels.cpu.looped.library import (
     shared_bytes,
     workspace_floats,
 )
+from snapstream.kernels.rows import Xielu
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
@@ -103,12 +104,11 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     recurrent, kinds = _recurrent(decoder, num_drafted), _kinds(config)
-    turned = [turned_scale(config, decoder.weights.layer(index)) for index in range(config.num_layers)]
+    made = [_made_of(config, decoder.weights.layer(index)) for index in range(config.num_layers)]
     num_streams = 0 if config.altup is None else config.altup.num_streams
     streams = [panels_of(decoder, f"streams_out.{i}").stack for i in range(num_streams - 1)]
-    streams_out, layers = (Stack * len(streams))(*streams), map(decoder.weights.layer, range(config.num_layers))
-    routers = [stream_router(weights) if num_streams else None for weights in layers]
-    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder, turned, routers))
+    streams_out = (Stack * len(streams))(*streams)
+    parts = (LayerParts * config.num_layers)(*_layer_parts(decoder, made))
     recurrent.projected = max(own.recurrent_in.rows for own in parts)
     recurrent.mixed = max(own.recurrent_out.cols for own in parts)
     model = Model(
@@ -140,16 +140,22 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         streams=num_streams, streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),
         streams_out=addressof(streams_out), **{name: address(vectors.get(name)) for name in _VECTORS},
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, turned, routers, streams_out
+    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, made, streams_out
     return model
 
 
-def _layer_parts(
-    decoder: Decoder, turned: Sequence[Tensor | None], routers: Sequence[Tensor | None]
-) -> Iterator[LayerParts]:
-    """Of every layer; a view of a stack's layer lies where the stack does. ``turned``: of each its ``turned_scale``;
-    ``routers``: its ``stream_router``.
-    """
+def _made_of(config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor | None]:
+    """What is made of a layer's vectors, by names as in abi.h."""
+    stored = weights.optional("xielu")
+    return {
+        "turned_scale": turned_scale(config, weights),
+        "stream_router": None if config.altup is None else stream_router(weights),
+        "xielu": None if stored is None else Xielu.of(stored).numbers,
+    }
+
+
+def _layer_parts(decoder: Decoder, made: Sequence[Mapping[str, Tensor | None]]) -> Iterator[LayerParts]:
+    """Of every layer; a view of a stack's layer lies where the stack does. ``made``: see ``_made_of``."""
     config, group = decoder.shard, decoder.group
     recurrent = {DeltaNet: "delta", Mamba2: "mamba"}.get(type(config.recurrent), "conv")
     second = "input_norm" if config.is_parallel or config.mlp_layers is not None else "post_norm"
@@ -170,7 +176,7 @@ def _layer_parts(
             scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
             per_layer_table=_layer_stack(weights, "embed_per_layer"),
             **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
-            turned_scale=address(turned[index]), stream_router=address(routers[index]),
+            **{name: address(vector) for name, vector in made[index].items()},
             post_norm=address(weights.optional(second)),
             deviations=-math.inf if config.altup is None else config.altup.deviations(index),
             **{name: address(weights.optional(name)) for name in _LAYER_VECTORS},

@@ -19,11 +19,11 @@ from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.cpu.looped import prompt
 from snapstream.kernels.pytorch import Norms
-from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm
+from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm, Xielu
 
 __all__ = [
     "CosSin", "ExpertParts", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "Pairs", "RowPlaces",
-    "SumNorm", "bind", "has_triton",
+    "SumNorm", "Xielu", "bind", "has_triton",
 ]  # fmt: skip
 
 KernelVersion = Literal["triton", "cpu", "torch"]

@@ -476,6 +476,20 @@ def relu2(up: Tensor) -> Tensor:
     return up.relu_().square_()
 
 
+def xielu(up: Tensor, numbers: Tensor) -> Tensor:
+    """xIELU (arXiv 2411.13010, section 3) of ``up [T, I]``, in place; fp32 inside, of a part of a long chunk at a time.
+
+    By the ``numbers`` of a ``Xielu``: ``positive x^2 + beta x`` above 0, else
+    ``negative (e^min(x, eps) - 1 - x) + beta x``.
+    """
+    positive, negative, beta, eps = numbers.unbind()
+    for part in up.split(max(128, -(-len(up) // 8))):
+        x = part.float()
+        below = torch.minimum(x, eps).expm1_().sub_(x).mul_(negative)
+        part.copy_(torch.where(x > 0, x.square().mul_(positive), below).addcmul_(x, beta))
+    return up
+
+
 def clamped_swiglu(gate_up: Tensor, clamp: SwiGLUClamp) -> Tensor:
     """See ``SwiGLUClamp``: ``gate_up [T, 2M]`` (gate | up) to ``[T, M]``, fp32 inside."""
     gate, up = gate_up.float().chunk(2, dim=-1)

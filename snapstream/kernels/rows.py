@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from snapstream.config.model import Activation, SwiGLUClamp
 
@@ -40,6 +42,18 @@ class Pairs(NamedTuple):
     ends: Tensor  # [X'] int32: of the experts stored here, the pair before which those of each end
     weights: Tensor  # [T, k] fp32: what an expert's output is multiplied with
     are_elsewhere: Tensor | None  # [T k]: of those not stored here, by token; None where all are
+
+
+class Xielu(NamedTuple):
+    """The activation of a layer of Apertus, see ``pytorch.xielu``."""
+
+    numbers: Tensor  # [4] fp32: what squares, curves and inputs are multiplied by, and the least distance from 0
+
+    @classmethod
+    def of(cls, stored: Tensor) -> Xielu:
+        """From ``alpha_p, alpha_n, beta, eps`` as a checkpoint has them ``[4]``."""
+        positive, negative, beta, eps = stored.unbind()
+        return cls(torch.stack((F.softplus(positive), beta + F.softplus(negative), beta, eps)))
 
 
 class ExpertParts(NamedTuple):

@@ -127,6 +127,15 @@ def refuse_absent_window(settings: Settings) -> list[str]:
     return [] if settings.get("sliding_window") is not None else ["sliding_window is null; it must be a whole number"]
 
 
+def other_values(settings: Settings, known: Settings) -> list[str]:
+    """Refusals of fields that must have one value, or be absent: others would change the model, whoever reads them."""
+    return [
+        f"{name} is {settings[name]!r}; of this architecture it must be {value!r}"
+        for name, value in known.items()
+        if settings.get(name, value) != value
+    ]
+
+
 def sliding_window(settings: Settings) -> int | None:
     """Window in tokens; None if absent or disabled by use_sliding_window."""
     if settings.get("sliding_window") is None or not flag(settings, "use_sliding_window", default=True):

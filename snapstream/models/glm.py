@@ -14,7 +14,7 @@ from snapstream.models.deepseek import (
     latents_by_layer_refusals,
     with_indexer,
 )
-from snapstream.models.family import Family, Recipe, num_mtp_layers, read_sigmoid_moe
+from snapstream.models.family import Family, Recipe, num_mtp_layers, other_values, read_sigmoid_moe
 
 _MOE_DEFAULTS: Settings = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
@@ -52,12 +52,7 @@ def _solar(settings: Settings) -> Recipe:
 
 def _solar_refusals(settings: Settings) -> list[str]:
     """Fields that transformers does not read and that would change the model."""
-    known = {"first_k_dense_replace": 0, "use_qk_norm": False}
-    return [
-        f"{name} is {settings[name]!r}; of this architecture it must be {value!r}"
-        for name, value in known.items()
-        if settings.get(name, value) != value
-    ]
+    return other_values(settings, {"first_k_dense_replace": 0, "use_qk_norm": False})
 
 
 GLM = Family(

@@ -8,7 +8,7 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.deepseek import deepseek_v3, latent_refusals
-from snapstream.models.family import Family, Recipe, layer_kind_refusals, num_dense, num_layers
+from snapstream.models.family import Family, Recipe, layer_kind_refusals, num_dense, num_layers, other_values
 from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, vector
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"
@@ -47,10 +47,7 @@ def _rewrite(settings: Settings) -> Settings:
 
 def _refusals(settings: Settings) -> list[str]:
     known = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
-    reasons = [*latent_refusals(settings), *layer_kind_refusals(settings)]
-    for name, value in known.items():
-        if settings.get(name, value) != value:
-            reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
+    reasons = [*latent_refusals(settings), *layer_kind_refusals(settings), *other_values(settings, known)]
     if flag(settings, "tie_word_embeddings"):
         reasons.append("tie_word_embeddings is true; no published model of this architecture has it")
     return reasons

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from snapstream.config import ModelConfig
 from snapstream.config.model import Activation, MoEConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm
+from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm, Xielu
 from snapstream.kernels.pytorch import geglu
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import LayerWeights
@@ -239,11 +239,11 @@ class Mlp(Protocol):
 
 
 class SwiGLU:
-    """``down(act(gate x) * up x)`` of stored matrices, or ``relu2`` without gate; an ``Mlp``."""
+    """``down(act(gate x) * up x)`` of stored matrices, or ``relu2`` or xIELU without gate; an ``Mlp``."""
 
     def __init__(
         self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
-        activation: Activation = "silu",
+        activation: Activation | Xielu = "silu",
     ) -> None:  # fmt: skip
         self._gate_up, self._down, self._kernels = gate_up, down, kernels
         self._biases, self._activation = biases, activation
@@ -331,7 +331,8 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
             if config.moe.shared_scale != 1.0:
                 shared = _scaled(shared, config.moe.shared_scale)
         return Experts(config.moe, weights, kernels, group, shared, activation)
-    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
+    own_activation = Xielu.of(weights.vector("xielu")) if activation == "xielu" else activation
+    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, own_activation)
 
 
 class SparseGLU:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from snapstream.config.model import MAX_DIM
+from snapstream.config.model import MAX_DIM, LayerNorms
 from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type, windows_of_all_layers
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    attention_biases,
+    other_values,
+    windows_by_type,
+    windows_of_all_layers,
+)
 from snapstream.models.mixtures import HUNYUAN_NAMES, hunyuan_settings
 from snapstream.models.tensors import decoder_tensors, renamed
 
@@ -59,14 +66,19 @@ def _phi3(settings: Settings) -> Recipe:
     return {"has_fused_qkv": True, "has_fused_gate_up": True, **windows_of_all_layers(settings)}
 
 
-def _cwm_settings(settings: Settings) -> Settings:
+def _with_llama3(settings: Settings, theta: float, factor: float) -> Settings:
+    """Without rope settings a config class takes llama3, whatever rope_theta says."""
     if settings.get("rope_parameters") is not None or settings.get("rope_scaling") is not None:
         return settings
     rope = {
-        "rope_type": "llama3", "rope_theta": 1_000_000.0, "factor": 16.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "high_freq_factor": 4.0,
         "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
     }  # fmt: skip
     return {**settings, "rope_parameters": rope}
+
+
+def _cwm_settings(settings: Settings) -> Settings:
+    return _with_llama3(settings, 1_000_000.0, 16.0)
 
 
 def _cwm(settings: Settings) -> Recipe:
@@ -78,12 +90,19 @@ def _arcee(settings: Settings) -> Recipe:
 
 
 def _arcee_refusals(settings: Settings) -> list[str]:
-    reasons = []
-    if (activation := settings.get("hidden_act")) != "relu2":
-        reasons.append(f"hidden_act is {activation!r}; of this architecture it must be 'relu2'")
+    reasons = other_values(settings, {"hidden_act": "relu2"})
     if flag(settings, "mlp_bias"):
         reasons.append("mlp_bias is true; no published model of this architecture has it, so it is not built")
     return reasons
+
+
+def _apertus_settings(settings: Settings) -> Settings:
+    return _with_llama3(settings, 12_000_000.0, 8.0)
+
+
+def _apertus(settings: Settings) -> Recipe:
+    norms = LayerNorms("attention_layernorm", None, "feedforward_layernorm", None)
+    return {**attention_biases(settings), "activation": "xielu", "norms": norms, "qk_norm": True}
 
 
 LLAMA = Family(defaults={"bos_token_id": 1, "eos_token_id": 2}, recipe=_llama)
@@ -100,6 +119,16 @@ ARCEE = Family(
     defaults={"bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
     recipe=_arcee,
     refusals=_arcee_refusals,
+    has_own_activation=True,
+)
+APERTUS = Family(
+    defaults={"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "xielu", "rms_norm_eps": 1e-5},
+    rewrite=_apertus_settings,
+    recipe=_apertus,
+    # The last three are not read by transformers; published files have them.
+    refusals=lambda settings: other_values(
+        settings, {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False}
+    ),
     has_own_activation=True,
 )
 HUNYUAN_DENSE = Family(

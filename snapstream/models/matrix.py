@@ -23,8 +23,8 @@ from snapstream.config.model import Activation
 from snapstream.config.weights import WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
-from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
-from snapstream.kernels.pytorch import clamped_swiglu, geglu, relu2
+from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm, Xielu
+from snapstream.kernels.pytorch import clamped_swiglu, geglu, relu2, xielu
 from snapstream.kernels.reference import BLOCK
 from snapstream.kernels.triton.configs import FEW_TOKENS
 from snapstream.models.sharding import dequantized_block
@@ -218,17 +218,17 @@ class Matrix:
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
-        activation: Activation = "silu",
+        activation: Activation | Xielu = "silu",
     ) -> Tensor:  # fmt: skip
         """``down(act(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``;
-        with ``relu2`` ``down(relu(up x)^2)`` of a matrix ``[I, D]``.
+        with ``relu2`` ``down(relu(up x)^2)`` of a matrix ``[I, D]``, and the same with ``Xielu``.
 
         x ``[T, D]`` is the norm of ``given``, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
         return down.multiply(self.activated(given, biases[0], kernels, activation), biases[1], kernels)
 
     def activated(
-        self, given: SumNorm | Tensor, bias: Tensor | None, kernels: Kernels, activation: Activation
+        self, given: SumNorm | Tensor, bias: Tensor | None, kernels: Kernels, activation: Activation | Xielu
     ) -> Tensor:
         """The first half of ``swiglu``, ``[T, I]``."""
         if isinstance(given, Tensor):
@@ -341,8 +341,10 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
     return parts[0] if len(parts) == 1 else JoinedMatrix(parts)
 
 
-def _activated(gate_up: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """``gate_up [T, 2I]`` (gate | up), with ``relu2`` ``[T, I]``, to ``[T, I]``."""
+def _activated(gate_up: Tensor, activation: Activation | Xielu, kernels: Kernels) -> Tensor:
+    """``gate_up [T, 2I]`` (gate | up), without gate ``[T, I]``, to ``[T, I]``."""
+    if isinstance(activation, Xielu):
+        return xielu(gate_up, activation.numbers)
     if activation == "relu2":
         return relu2(gate_up)
     return kernels.swiglu(gate_up) if activation == "silu" else geglu(gate_up)

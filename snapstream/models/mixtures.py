@@ -16,6 +16,7 @@ from snapstream.models.family import (
     layer_kind_refusals,
     num_dense,
     num_layers,
+    other_values,
     read_sigmoid_moe,
     refuse_absent_window,
     ropes_by_kind,
@@ -52,12 +53,9 @@ def _minimax(settings: Settings) -> Recipe:
 
 def _minimax_refusals(settings: Settings) -> list[str]:
     """Fields of published files that transformers does not read and that would change the model."""
-    reasons = []
     known = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
              "shared_intermediate_size": 0}  # fmt: skip
-    for name, value in known.items():
-        if settings.get(name, value) != value:
-            reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
+    reasons = other_values(settings, known)
     kinds = settings.get("attn_type_list")
     if kinds is not None and kinds != [1] * num_layers(settings):
         reasons.append(f"attn_type_list is {kinds!r}; only softmax attention (1) in every layer is supported")
@@ -300,10 +298,7 @@ def _afmoe_refusals(settings: Settings) -> list[str]:
     if (step := whole_number(settings, "global_attn_every_n_layers")) < 1:
         reasons.append(f"global_attn_every_n_layers is {step}; it must be >= 1")
     known = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
-    for name, value in known.items():
-        if settings.get(name, value) != value:
-            reasons.append(f"{name} is {settings[name]!r}; of this architecture it must be {value!r}")
-    return reasons
+    return [*reasons, *other_values(settings, known)]
 
 
 def _afmoe_tensors(config: ModelConfig) -> TensorSpecs:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from snapstream.config import ModelConfig
 from snapstream.config.model import LayerNorms, Mamba2
 from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, num_layers, read_sigmoid_moe
+from snapstream.models.family import Family, Recipe, num_layers, other_values, read_sigmoid_moe
 from snapstream.models.granite import mamba_tensors
 from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
@@ -43,11 +43,7 @@ def _rewrite(settings: Settings) -> Settings:
 
 def _refusals(settings: Settings) -> list[str]:
     limit, latent = settings.get("time_step_limit"), settings.get("moe_latent_size")
-    reasons = [
-        f"{name} is {settings[name]!r}; of this architecture it must be {value!r}"
-        for name, value in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"))
-        if settings[name] != value
-    ]
+    reasons = other_values(settings, {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"})
     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if flag(settings, name):
             reasons.append(f"{name} is true; no published model of this architecture has it, so it is not built")

@@ -17,7 +17,7 @@ from snapstream.kernels import memory
 from snapstream.kernels.cpu.looped import panels, prompt
 from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack, address
 from snapstream.kernels.formats import FP8
-from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm
+from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm, Xielu
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.matrix import Index, MakeMatrix, Matrix, block_rows, decode, encode, num_blocks
 
@@ -131,7 +131,7 @@ class PanelMatrix(Matrix):
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
-        activation: Activation = "silu",
+        activation: Activation | Xielu = "silu",
     ) -> Tensor:  # fmt: skip
         """One native call if gate and up are whole panels."""
         if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL:

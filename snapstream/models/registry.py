@@ -60,6 +60,7 @@ from snapstream.models.granite import (
 from snapstream.models.kimi import KIMI_LINEAR
 from snapstream.models.lfm import LFM2, LFM2_MOE, LFM2_TEXT_PART, LFM3, LFM3_TEXT_PART
 from snapstream.models.llama import (
+    APERTUS,
     ARCEE,
     CWM,
     ERNIE4_5,
@@ -147,6 +148,7 @@ FAMILIES: Registry[Family] = Registry(
         "IQuestCoderForCausalLM": IQUEST_CODER,
         "CwmForCausalLM": CWM,
         "ArceeForCausalLM": ARCEE,
+        "ApertusForCausalLM": APERTUS,
         "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
         "Ernie4_5ForCausalLM": ERNIE4_5,
         "Exaone4ForCausalLM": EXAONE4,

@@ -329,6 +329,12 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
             shape=(hidden, inner), parts={"mlp.down_proj.weight": ()}, layers=layers, shard_dim=1, is_padded=True
         ),
     }
+    if config.activation == "xielu":  # as stored: alpha_p, alpha_n, beta, eps
+        names = {f"mlp.act_fn.alpha_{side}": (slice(at, at + 1),) for at, side in enumerate("pn")}
+        specs["xielu"] = TensorSpec(
+            shape=(4,), parts={**names, "mlp.act_fn.beta": (2,), "mlp.act_fn.eps": (3,)}, layers=layers,
+            is_matrix=False, dtype="float32",
+        )  # fmt: skip
     if config.mlp_bias:
         parts = gate_up_parts("mlp", "bias", inner)
         specs["gate_up_bias"] = TensorSpec(

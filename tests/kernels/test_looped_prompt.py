@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.activations import ACT2CLS
 
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import PrefixStoreConfig
 from snapstream.config.weights import WeightFormat, WeightFormats
-from snapstream.kernels import groups, reference
+from snapstream.kernels import groups, pytorch, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
@@ -24,7 +25,7 @@ from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import Library, load
 from snapstream.kernels.cpu.looped.prompt import attend, attend_f32, packed_attention, prefill_attention, stage_heads
-from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, bind
+from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, Xielu, bind
 from snapstream.kernels.rows import PackedLens
 from snapstream.llm import LLM
 from snapstream.models.matrix import Matrix
@@ -383,6 +384,38 @@ def test_every_instruction_set_passes_tokens(instructions: InstructionSet) -> No
     want = Matrix.swiglu(gate_up, down, copy_of(given), (None, None), bind("cpu"))
     got = gate_up.swiglu(down, copy_of(given), (None, None), bind("cpu"))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize(("width", "inputs"), [("float32", None), ("int4", "int8")])
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_an_mlp_with_xielu(instructions: InstructionSet, width: str, inputs: Inputs, tokens: int) -> None:
+    """Numbers from both sides of 0, of the eps and of where the exponential takes over, also very small ones."""
+    torch.manual_seed(tokens)
+    form, kernels = WeightFormats.of(width).layers, bind("cpu")
+    up, down = matrix_of(form, 160, 64, inputs, instructions), matrix_of(form, 40, 160, inputs, instructions)
+    x = torch.randn(tokens, 64) * torch.logspace(-4, 1, tokens)[:, None]
+    for stored in ([0.3, -0.8, 0.5, -1e-6], [-0.2, 0.4, 0.7, -0.5]):
+        xielu = Xielu.of(torch.tensor(stored))
+        want = Matrix.swiglu(up, down, x, (None, None), kernels, xielu)
+        got = up.swiglu(down, x, (None, None), kernels, xielu)
+        limit = 2e-5 if inputs is None else 0.01  # of rounded inputs a few lie between two codes
+        assert torch.all((got - want).norm(dim=1) <= limit * want.norm(dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_xielu_is_that_of_transformers(dtype: torch.dtype) -> None:
+    stored = torch.tensor([0.3, -0.8, 0.5, -1e-6])
+    theirs = ACT2CLS["xielu"]().double()
+    for name, number in zip(("alpha_p", "alpha_n", "beta", "eps"), stored, strict=True):
+        getattr(theirs, name).data.fill_(number)
+    x = torch.cat((torch.linspace(-60, 60, 20001), torch.linspace(-1e-5, 1e-5, 301))).to(dtype)
+    with torch.no_grad():
+        want = theirs(x.double())
+    got = pytorch.xielu(x.clone().expand(1100, -1).contiguous(), Xielu.of(stored).numbers)
+    assert torch.equal(got[0], got[-1])  # of another part
+    rounded = 0.0 if dtype == torch.float32 else 2**-8 * want.abs()
+    assert torch.all((got[0] - want).abs() <= rounded + 4e-7 * (x.abs() + x.square()) + 1e-12)  # of the terms
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())

@@ -146,6 +146,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "cwm": ("CwmConfig", {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "rope_parameters": LLAMA3}),
     "arcee": ("ArceeConfig", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "apertus": ("ApertusConfig", {"head_dim": 20, "attention_bias": True, "tie_word_embeddings": True}),
+    "apertus-panels": (
+        "ApertusConfig",
+        {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1, "rope_parameters": LLAMA3},
+    ),
     "glm": ("GlmConfig", {"head_dim": 20, "num_attention_heads": 6}),
     "glm4": ("Glm4Config", {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 6}),
     "olmo2": ("Olmo2Config", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
@@ -664,6 +669,10 @@ def randomise_corrections(model: Any) -> None:
         if key.endswith("modality_router.weight"):  # whose products are divided by D
             with torch.no_grad():
                 value.mul_(5.0)
+        if ".act_fn." in key:  # xIELU of each layer
+            numbers = {"alpha_p": -0.5, "alpha_n": 0.5, "beta": 0.6, "eps": -0.4}  # published: beta 0.5, eps -1e-6
+            with torch.no_grad():
+                value.copy_(numbers[key.rpartition(".")[2]] + 0.3 * torch.rand_like(value))
         if key.endswith(("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale")):
             with torch.no_grad():
                 value.copy_(1.0 + 0.3 * torch.rand_like(value))

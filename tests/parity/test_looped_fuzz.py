@@ -54,7 +54,8 @@ NEED_WINDOWS = (
     "Lfm3",
     "Olmo3",
 )  # in some layers
-OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2"}
+OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2",
+                     "ApertusForCausalLM": "xielu"}  # fmt: skip
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -94,7 +95,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
         "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
         "attention_bias": random.random() < 0.5 and "Afmoe" not in architecture,
-        "mlp_bias": random.random() < 0.5 and not architecture.startswith(("HYV3", "Arcee")),
+        "mlp_bias": random.random() < 0.5 and not architecture.startswith(("HYV3", "Arcee", "Apertus")),
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
     part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0

@@ -33,6 +33,7 @@ LATENTS: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_
                            "v_head_dim": 12, "first_k_dense_replace": 2}  # fmt: skip
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
 KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
+APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
             "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -89,6 +90,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "full_attn_idxs": [2, 5, 8, 10, 12, 14], "hidden_size": 2048, "norm_eps": 1e-05, "num_attention_heads": 32,
          "num_hidden_layers": 16, "num_key_value_heads": 8, "rope_theta": 1000000.0, "vocab_size": 65536},
         1_170_340_608,
+    ),
+    "Apertus-8B-2509": (
+        {"architectures": ["ApertusForCausalLM"], "hidden_act": "xielu", "hidden_size": 4096,
+         "intermediate_size": 21504, "max_position_embeddings": 65536, "mlp_bias": False, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "post_norm": False, "qk_norm": True, "rms_norm_eps": 1e-05,
+         "rope_theta": 12000000, "vocab_size": 131072, "rope_scaling": {
+             "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+             "rope_type": "llama3", "type": "llama3"}},
+        8_053_338_240,  # with four numbers of each layer's activation
     ),
     "LFM2-8B-A1B": (
         {"architectures": ["Lfm2MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 7168,
@@ -1086,6 +1096,10 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "text_config has model_type 'lfm2_moe'; only 'lfm2' is supported",
     ),
     ({**LLAMA, "architectures": ["ArceeForCausalLM"]}, "hidden_act is 'silu'; of this architecture it must be 'relu2'"),
+    ({**APERTUS, "hidden_act": "silu"}, "hidden_act is 'silu'; of this architecture it must be 'xielu'"),
+    ({**APERTUS, "post_norm": True}, "post_norm is True; of this architecture it must be False"),
+    ({**APERTUS, "qk_norm": False}, "qk_norm is False; of this architecture it must be True"),
+    ({**APERTUS, "mlp_bias": True}, "mlp_bias is True; of this architecture it must be False"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1288,6 +1302,9 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
     if architecture == "ArceeForCausalLM":
         settings |= {"hidden_act": "relu2", "mlp_bias": False}
+    if architecture == "ApertusForCausalLM":
+        settings["hidden_act"] = "xielu"
+        settings.pop("rope_theta")  # without rope settings its config class ignores it
     if architecture == "CohereForCausalLM":
         settings["use_qk_norm"] = False
     if architecture.startswith("Cohere"):

@@ -10,10 +10,11 @@ constexpr int PANEL = 32;   // rows of a panel
 constexpr int64_t REJECTED = -2;  // in tokens
 constexpr int ALIGN_K = 4;  // the columns of a panel are filled up with zeros to a multiple of this
 
-// What a layer has of each part, and how its MLP or experts are activated: RELU2 is relu(up)^2, without gate.
+// What a layer has of each part, and how its MLP or experts are activated: RELU2 (relu(up)^2) and XIELU have no gate.
 enum MixerKind : int64_t { ATTENTION = 0, RECURRENT = 1, NO_MIXER = 2, BOTH = 3 };
 enum MlpKind : int64_t { DENSE = 0, EXPERTS = 1, NO_MLP = 2 };
-enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2 };
+enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2, XIELU = 3 };
+constexpr bool has_gate(int64_t activation) { return activation < RELU2; }
 
 enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7 };
 
@@ -34,6 +35,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     Stack recurrent_in, recurrent_out;  // to b | c | x, or to q | k | v | z; of what the layer makes
     Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
+    const float* xielu;                                         // [4], of XIELU (simd.h)
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
     const float* turned_scale;                                  // [E]: of queries and keys once rotated, or null
     // [D]: before each part, and of its output before it is added; or null. Parts that read one norm both have it.
@@ -220,6 +222,7 @@ struct Passing {  // tokens that pass one matrix, or the two of an MLP; numbers 
     const float* norm;   // [in], or null
     Stack matrix, down;  // down.rows 0: none; else matrix gives gate and up, or up alone, and this is next
     const float *bias, *down_bias;  // or null
+    const float* xielu;             // [4], of XIELU
     float* out;                     // [T, out]
     int64_t tokens, activation;
     float eps;

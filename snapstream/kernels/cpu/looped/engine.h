@@ -35,7 +35,7 @@ struct Span {  // the pairs of one chosen expert, counted among those that lie o
     int64_t expert, begin, count;
 };
 
-inline bool has_gate(const Model& model) { return model.activation != RELU2; }
+inline bool has_gate(const Model& model) { return has_gate(model.activation); }
 
 struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its experts, sorted by expert
     // [B, D], rows filled up to ALIGN_K; the same packed; [B, X]; [B, k]; [B k, 2M]; packed by expert [B k, M]

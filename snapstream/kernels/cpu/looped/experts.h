@@ -167,14 +167,16 @@ inline bool activates_experts_at_once(Work& w, int64_t layer) {
 // are any: columns of packed `out`, the input of `down`.
 inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens,
                            const char* next, const float* shares, const Stack& down, const float* bias, float* out) {
+    const Gated gated{shares ? w.moe.limit : 0.0f, shares ? w.moe.alpha : 0.0f, w.model.activation};
     if (!has_gate(w.model))
         return multiply_panels(w, stack, matrix, 2 * i, panels_left(stack, 2 * i), x, Groups(tokens, next),
                                [&](int64_t own, const float* sums) {
-                                   activate_panel(w, down, bias, sums, (2 * i + own) * PANEL, tokens, shares, out);
+                                   const int64_t first = (2 * i + own) * PANEL;
+                                   activate_panel(w, gated, down, bias, sums, first, tokens, shares, out);
                                });
     const int64_t apart = stack.rows / 2 / PANEL * stack.panel_bytes;
     gate_and_up(w, stack, panels_at(stack, matrix, i), x, Groups(tokens, next, apart));
-    activate_panel(w, down, bias, w.scratch, i * PANEL, tokens, shares, out);
+    activate_panel(w, gated, down, bias, w.scratch, i * PANEL, tokens, shares, out);
 }
 
 // Whether a task of gate and up goes on a panel after it, not two.

@@ -29,7 +29,7 @@ from snapstream.kernels.cpu.looped.library import (
     library_problem,
     load,
 )
-from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, PackedLens, Pairs, SumNorm
+from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, PackedLens, Pairs, SumNorm, Xielu
 
 Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys end, after those of the prompts before
 
@@ -118,7 +118,7 @@ def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor |
 
 def swiglu(
     library: Library, matrices: tuple[Stack, Stack], given: SumNorm | Tensor,
-    biases: tuple[Tensor | None, Tensor | None], activation: Activation = "silu",
+    biases: tuple[Tensor | None, Tensor | None], activation: Activation | Xielu = "silu",
 ) -> Tensor:  # fmt: skip
     """See ``models.matrix.Matrix.swiglu``: ``[T, D]`` fp32; x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
 
@@ -127,10 +127,12 @@ def swiglu(
     gate_up, down = matrices
     out = torch.empty(len(given if isinstance(given, Tensor) else given.residual), down.rows)
     bias, down_bias = biases
+    numbers = activation.numbers if isinstance(activation, Xielu) else None
+    kind: Activation = "xielu" if isinstance(activation, Xielu) else activation
     _pass(
         library, given,
         Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out),
-                activation=ACTIVATIONS[activation]),
+                activation=ACTIVATIONS[kind], xielu=address(numbers)),
     )  # fmt: skip
     return out
 

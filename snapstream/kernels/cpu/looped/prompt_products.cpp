@@ -65,7 +65,7 @@ class Input {
     float* packed_;
 };
 
-inline int64_t halves_of(int64_t activation) { return activation == RELU2 ? 1 : 2; }
+inline int64_t halves_of(int64_t activation) { return has_gate(activation) ? 2 : 1; }
 
 // The activations of `cols` columns from `first` on, whole panels of gate and of up, or of up alone, times the share of a
 // token where there are shares: columns of the next input. sums [panels][gate, up][tokens][32].
@@ -169,7 +169,7 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             for (int64_t i = 0; i < together; ++i, own += matrix.panel_bytes)
                 for (int64_t half = 0; half < halves_of(p.activation); ++half, to += groups.tokens * PANEL)
                     multiply(matrix, own + half * panels * matrix.panel_bytes, first.of(range), groups, to);
-            activate(second, Gated{0.0f, 0.0f, p.activation}, p.bias, inner, sums.data(), nullptr, begin,
+            activate(second, Gated{0.0f, 0.0f, p.activation, p.xielu}, p.bias, inner, sums.data(), nullptr, begin,
                      groups.tokens, panel * PANEL, together * PANEL);
         }
         if (gated) {

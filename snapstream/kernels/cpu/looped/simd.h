@@ -155,16 +155,18 @@ INLINE uint32_t lanes_of(ints found) {
 #endif
 }
 
-// e^r of what is left when whole powers of two are gone: |r| <= ln(2) / 2.
-INLINE vec exponential_of_rest(vec r) {
+// (e^r - 1 - r) / r^2 of |r| <= ln(2) / 2.
+INLINE vec curve_of_rest(vec r) {
     vec p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    return p * (r * r) + r + 1.0f;
+    return p * r + 5.0000001201e-1f;
 }
+
+// e^r of what is left when whole powers of two are gone: |r| <= ln(2) / 2.
+INLINE vec exponential_of_rest(vec r) { return curve_of_rest(r) * (r * r) + r + 1.0f; }
 
 // e^x within two units of the last place; 0 far below, infinity far above, NaN of NaN.
 INLINE vec exponential(vec x) {
@@ -201,14 +203,24 @@ INLINE vec hyperbolic_tangent(vec x) {
     return size < all(0.625f) ? near : (x < vec{} ? -far : far);
 }
 
+// xIELU (arXiv 2411.13010) by positive, negative, beta, eps: positive x^2 + beta x above 0, else
+// negative (e^min(x, eps) - 1 - x) + beta x, where e^y - 1 - y keeps its digits near 0.
+INLINE vec xielu(vec x, const float* of) {
+    const vec eps = all(of[3]), y = x < eps ? x : eps;
+    const vec curve = y < all(-0.34f) ? exponential(y) - 1.0f - y : curve_of_rest(y) * (y * y);
+    return (x > vec{} ? of[0] * x * x : of[1] * (curve + (y - x))) + of[2] * x;
+}
+
 // The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
 // gate at most `limit`, up within +-limit. GELU is gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
-// sigmoid(2 z). RELU2 takes up for both: relu(up)^2.
+// sigmoid(2 z). RELU2 takes up for both: relu(up)^2; so does XIELU.
 struct Gated {
     float limit = 0.0f, alpha = 0.0f;
     int64_t kind = SILU;
+    const float* numbers = nullptr;  // of XIELU
     INLINE vec operator()(vec gate, vec up) const {
         if (kind == RELU2) return (gate > vec{} ? gate : vec{}) * up;
+        if (kind == XIELU) return xielu(gate, numbers);
         if (kind == GELU) {
             const vec z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
             return gate / (1.0f + exponential(-z)) * up;

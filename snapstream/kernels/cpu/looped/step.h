@@ -290,15 +290,14 @@ inline void gate_and_up(Work& w, const Stack& stack, const char* gate, const flo
 // The activation of sums [gate, up][tokens][32], or of up alone, times the share of a token where there are shares, as
 // routed experts have them: 32 columns of the input of `down` from `first` on. bias: of gate [inner], then of up, or
 // null.
-inline void activate_panel(Work& w, const Stack& down, const float* bias, const float* sums, int64_t first,
-                           int64_t tokens, const float* shares, float* packed) {
+inline void activate_panel(Work& w, const Gated& gated, const Stack& down, const float* bias, const float* sums,
+                           int64_t first, int64_t tokens, const float* shares, float* packed) {
     Place place(Groups(tokens), 0);
     float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
     if (bias) {
         std::copy(bias + first, bias + first + PANEL, gate_bias);
         std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
     }
-    const Gated gated{shares ? w.moe.limit : 0.0f, shares ? w.moe.alpha : 0.0f, w.model.activation};
     const int64_t apart = has_gate(w.model) ? tokens * PANEL : 0;
     for (int64_t t = 0; t < tokens; ++t, place.next()) {
         const float *gates = sums + t * PANEL, *ups = gates + apart;
@@ -311,11 +310,12 @@ inline void activate_panel(Work& w, const Stack& down, const float* bias, const 
 
 inline void expand_tokens(Work& w, int64_t layer) {
     const LayerParts& own = w.model.parts[layer];
+    const Gated gated{0.0f, 0.0f, w.model.activation, own.xielu};
     const Stack& stack = own.gate_up;
     if (!activates_at_once(w, layer)) return project(w, stack, own.gate_up_bias, w.engine.gate_up);
     if (!has_gate(w.model))
         return product(w, stack, nullptr, [&](int64_t first, int64_t, const float* sums) {
-            activate_panel(w, own.down, own.gate_up_bias, sums, first, w.step.batch, nullptr, w.engine.gate_up);
+            activate_panel(w, gated, own.down, own.gate_up_bias, sums, first, w.step.batch, nullptr, w.engine.gate_up);
         });
     const char* data = stack.data;
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (2 * stack.panel_bytes));
@@ -323,13 +323,14 @@ inline void expand_tokens(Work& w, int64_t layer) {
         const char* gate = data + i * stack.panel_bytes;
         const Groups groups(w.step.batch, gate + stack.panel_bytes, own.inner / PANEL * stack.panel_bytes);
         gate_and_up(w, stack, gate, w.engine.packed, groups);
-        activate_panel(w, own.down, own.gate_up_bias, w.scratch, i * PANEL, w.step.batch, nullptr, w.engine.gate_up);
+        activate_panel(w, gated, own.down, own.gate_up_bias, w.scratch, i * PANEL, w.step.batch, nullptr,
+                       w.engine.gate_up);
     });
 }
 
 inline void activate_mlp(Work& w, int64_t layer) {  // where that is a stage of its own
-    const Gated gated{0.0f, 0.0f, w.model.activation};
     const LayerParts& own = w.model.parts[layer];
+    const Gated gated{0.0f, 0.0f, w.model.activation, own.xielu};
     const int64_t rows = own.gate_up.rows;
     if (!std::isinf(own.deviations)) {  // reference: SparseGLU in ../../../models/layers.py
         w.share(w.step.batch, 1, [&](int64_t b) {
