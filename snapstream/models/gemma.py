@@ -290,6 +290,13 @@ GEMMA2 = Family(
     has_windows=True,
     has_own_activation=True,
 )  # fmt: skip
+VAULT_GEMMA = replace(
+    GEMMA2,
+    recipe=lambda settings: {
+        **_gemma2(settings),
+        "norms": LayerNorms("input_layernorm", None, _NORMS.before_mlp, None),
+    },
+)
 GEMMA3 = Family(
     defaults={
         "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",

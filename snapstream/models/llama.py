@@ -142,6 +142,11 @@ INTERNLM3 = Family(
     recipe=_internlm3,
     refusals=_internlm3_refusals,
 )
+HELIUM = Family(
+    defaults={**LLAMA.defaults, "head_dim": 128, "num_key_value_heads": 20, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+    recipe=lambda settings: {**_llama(settings), "o_bias": False},
+    is_interleaved=True,
+)
 IQUEST_CODER = Family(
     defaults={**LLAMA.defaults, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     recipe=_llama,

@@ -44,6 +44,7 @@ from snapstream.models.gemma import (
     GEMMA4_TEXT_PART,
     GEMMA4_UNIFIED,
     GEMMA4_UNIFIED_TEXT_PART,
+    VAULT_GEMMA,
 )
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SOLAR_OPEN
@@ -64,6 +65,7 @@ from snapstream.models.llama import (
     ARCEE,
     CWM,
     ERNIE4_5,
+    HELIUM,
     HUNYUAN_DENSE,
     INTERNLM3,
     IQUEST_CODER,
@@ -145,6 +147,7 @@ FAMILIES: Registry[Family] = Registry(
         "Cohere2MoeForCausalLM": COHERE2_MOE,
         "SeedOssForCausalLM": SEED_OSS,
         "InternLM3ForCausalLM": INTERNLM3,
+        "HeliumForCausalLM": HELIUM,
         "IQuestCoderForCausalLM": IQUEST_CODER,
         "CwmForCausalLM": CWM,
         "ArceeForCausalLM": ARCEE,
@@ -155,6 +158,7 @@ FAMILIES: Registry[Family] = Registry(
         "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,
         "GemmaForCausalLM": GEMMA,
         "Gemma2ForCausalLM": GEMMA2,
+        "VaultGemmaForCausalLM": VAULT_GEMMA,
         "Gemma3ForCausalLM": GEMMA3,
         "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
         "Gemma3nForCausalLM": GEMMA3N,

@@ -189,6 +189,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "attn_logit_softcapping": 3.0,
          "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 48, "tie_word_embeddings": True},
     ),
+    "vaultgemma": (  # Gemma 2 without norms of outputs
+        "VaultGemmaConfig",
+        {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "query_pre_attn_scalar": 12,
+         "tie_word_embeddings": True, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 5.0},
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"sliding_window": 21, "head_dim": 20, "num_key_value_heads": 1, "query_pre_attn_scalar": 12,
@@ -471,6 +476,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
+    "helium": ("HeliumConfig", {"head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "iquest-coder": ("IQuestCoderConfig", {"head_dim": 20, "num_key_value_heads": 1}),
     "glm4-moe": (
         "Glm4MoeConfig",

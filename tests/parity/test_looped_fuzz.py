@@ -53,6 +53,7 @@ NEED_WINDOWS = (
     "Kolibri",
     "Lfm3",
     "Olmo3",
+    "VaultGemma",
 )  # in some layers
 OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2",
                      "ApertusForCausalLM": "xielu"}  # fmt: skip
@@ -126,7 +127,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         }  # fmt: skip
     elif family.has_windows and architecture.startswith(NEED_WINDOWS):
         found["sliding_window"] = 5000
-    if architecture.startswith("Gemma2"):
+    if architecture.startswith(("Gemma2", "VaultGemma")):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
     if "SWA" in architecture:  # by kind of layers a base of rope, or none
