@@ -461,6 +461,8 @@ class CallFormat(ABC):
     between: ClassVar[str] = "\n"  # this between two,
     after: ClassVar[str] = ""  # and this after the last
     answer_head: ClassVar[str] = ""  # and this before an answer that is not a call
+    call_head: ClassVar[str] = ""  # of a call before its arguments; %s is the name, which needs no escapes
+    call_tail: ClassVar[str] = ""
 
     @abstractmethod
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -469,9 +471,14 @@ class CallFormat(ABC):
         ``is_next``: a call ended just before; otherwise the text starts with a mark, or is the whole answer.
         """
 
-    @abstractmethod
     def write_call(self, rules: GrammarBuilder, function: Function) -> str:
         """A call of this function as an expression of a Lark grammar."""
+        head, tail = rules.text(self.call_head % function.name), rules.text(self.call_tail)
+        return f"{head} {self.write_arguments(rules, function)} {tail}".rstrip()
+
+    def write_arguments(self, rules: GrammarBuilder, function: Function) -> str:
+        """Its arguments, by default as one JSON object."""
+        return rules.arguments(function)
 
     def in_vocabulary(self, special: Collection[str]) -> CallFormat:
         """The variant for a model with these special tokens."""

@@ -81,24 +81,18 @@ def object_head(text: str, place: int, names: Collection[str]) -> tuple[str, int
     return name, expect(text, place, key, ":", "{") - 1
 
 
-def object_call(rules: GrammarBuilder, function: Function, key: str) -> str:
-    """A call that is an object, as a grammar expression."""
-    head = rules.text(f'{{"name": {json.dumps(function.name)}, "{key}": ')
-    return f"{head} {rules.arguments(function)} {rules.text('}')}"
+OBJECT_HEAD, OBJECT_TAIL = '{"name": "%s", "arguments": ', "}"  # of a call that is an object, as a grammar writes it
 
 
 class Hermes(CallFormat):
     name = "hermes"
     marks = ("<tool_call>",)
     tags = ("<tool_call>", "</tool_call>")
+    call_head, call_tail = f"<tool_call>\n{OBJECT_HEAD}", f"{OBJECT_TAIL}\n</tool_call>"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         name, end = object_head(text, expect(text, 0, "<tool_call>"), names)
         return Head(name, end, ("}", "</tool_call>"))
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        call = object_call(rules, function, "arguments")
-        return f"{rules.text('<tool_call>' + chr(10))} {call} {rules.text(chr(10) + '</tool_call>')}"
 
 
 class Llama3(CallFormat):
@@ -106,15 +100,13 @@ class Llama3(CallFormat):
     is_whole = True
     tags: ClassVar[tuple[str, ...]] = ()  # the tags above are optional around calls
     between = "; "
+    call_head, call_tail = '{"name": "%s", "parameters": ', OBJECT_TAIL
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         if is_next:
             return Head(*object_head(text, expect(text, 0, ";"), names), ("}", PYTHON_END))
         place = option(text, option(text, 0, PYTHON_TAG), PYTHON_START)
         return Head(*object_head(text, place, names), ("}", PYTHON_END))
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        return object_call(rules, function, "parameters")
 
 
 MISTRAL_CALLS, MISTRAL_ID, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
@@ -128,6 +120,7 @@ class Mistral(CallFormat):
     marks = (MISTRAL_CALLS,)
     tags = (MISTRAL_CALLS, MISTRAL_ID, MISTRAL_ARGUMENTS)
     between = ""
+    call_head = f"{MISTRAL_CALLS}%s{MISTRAL_ARGUMENTS}"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         if is_next and next_is(text, 0, ","):
@@ -141,9 +134,6 @@ class Mistral(CallFormat):
             call_id, place = bare_word(text, expect(text, place, MISTRAL_ID))
         return Head(name, expect(text, option(text, place, MISTRAL_ARGUMENTS), "{") - 1, (), call_id)
 
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        return f"{rules.text(MISTRAL_CALLS + function.name + MISTRAL_ARGUMENTS)} {rules.arguments(function)}"
-
     def in_vocabulary(self, special: Collection[str]) -> CallFormat:
         return self if MISTRAL_ARGUMENTS in special else MistralList()
 
@@ -155,9 +145,7 @@ class MistralList(Mistral):
     """The older form, as a grammar writes it."""
 
     before, between, after = f"{MISTRAL_CALLS}[", ", ", "]"
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        return object_call(rules, function, "arguments")
+    call_head, call_tail = OBJECT_HEAD, OBJECT_TAIL
 
 
 NEMOTRON_CALLS, NEMOTRON_CALLS_END = "<TOOLCALL>", "</TOOLCALL>"
@@ -168,13 +156,11 @@ class Nemotron(CallFormat):
     marks = (NEMOTRON_CALLS,)
     tags = (NEMOTRON_CALLS, NEMOTRON_CALLS_END)
     before, between, after = f"{NEMOTRON_CALLS}[", ", ", f"]{NEMOTRON_CALLS_END}"
+    call_head, call_tail = OBJECT_HEAD, OBJECT_TAIL
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         place = expect(text, 0, ",") if is_next else option(text, expect(text, 0, NEMOTRON_CALLS), "[")
         return Head(*object_head(text, place, names), ("}", "]", NEMOTRON_CALLS_END))
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        return object_call(rules, function, "arguments")
 
 
 ACTION, ACTION_END = "<|START_ACTION|>", "<|END_ACTION|>"
@@ -275,6 +261,7 @@ class Llama4Pythonic(CallFormat):
     is_whole = True
     tags = (PYTHON_START, PYTHON_END)
     before, between, after = "[", ", ", "]"
+    call_head, call_tail = "%s(", ")"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         place = expect(text, 0, ",") if is_next else expect(text, option(text, 0, PYTHON_START), "[")
@@ -284,8 +271,8 @@ class Llama4Pythonic(CallFormat):
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return PythonArguments(schema)
 
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        return f"{rules.text(f'{function.name}(')} {keyword_arguments(rules, function)} {rules.text(')')}"
+    def write_arguments(self, rules: GrammarBuilder, function: Function) -> str:
+        return keyword_arguments(rules, function)
 
 
 DEEPSEEK_SECTION, DEEPSEEK_SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -298,6 +285,7 @@ class DeepSeekV31(CallFormat):
     marks = (DEEPSEEK_SECTION, DEEPSEEK_CALL)
     tags = (DEEPSEEK_SECTION, DEEPSEEK_SECTION_END, DEEPSEEK_CALL, DEEPSEEK_CALL_END, DEEPSEEK_SEPARATOR)
     before, between, after = DEEPSEEK_SECTION, "", DEEPSEEK_SECTION_END
+    call_head, call_tail = f"{DEEPSEEK_CALL}%s{DEEPSEEK_SEPARATOR}", DEEPSEEK_CALL_END
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         place = expect(text, option(text, 0, DEEPSEEK_SECTION), DEEPSEEK_CALL)
@@ -310,20 +298,12 @@ class DeepSeekV31(CallFormat):
         place = option(text, option(text, place, FENCE), "json")
         return Head(name, expect(text, place, "{") - 1, (FENCE, DEEPSEEK_CALL_END, DEEPSEEK_SECTION_END))
 
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        arguments = rules.arguments(function)
-        head = rules.text(DEEPSEEK_CALL + function.name + DEEPSEEK_SEPARATOR)
-        return f"{head} {arguments} {rules.text(DEEPSEEK_CALL_END)}"
-
 
 class DeepSeekV3(DeepSeekV31):
     name = "deepseek_v3"
     between = "\n"
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        head = rules.text(f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}{function.name}\n{FENCE}json\n")
-        arguments = rules.arguments(function)
-        return f"{head} {arguments} {rules.text(f'{chr(10)}{FENCE}{DEEPSEEK_CALL_END}')}"
+    call_head = f"{DEEPSEEK_CALL}function{DEEPSEEK_SEPARATOR}%s\n{FENCE}json\n"
+    call_tail = f"\n{FENCE}{DEEPSEEK_CALL_END}"
 
 
 def _is_older(text: str, place: int) -> bool:
@@ -481,12 +461,16 @@ def _escaped(text: str) -> str:
 
 
 class TaggedFormat(CallFormat):
-    """Arguments between ``text_tags``."""
+    """Arguments between ``text_tags``; ``wrapping``: these as a grammar writes them."""
 
     text_tags: ClassVar[Tags]
+    wrapping: ClassVar[Wrapping]
 
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return TaggedArguments(self.text_tags, schema)
+
+    def write_arguments(self, rules: GrammarBuilder, function: Function) -> str:
+        return each_property(rules, function, self.wrapping)
 
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -500,23 +484,19 @@ class Qwen3Coder(TaggedFormat):
         key_start="<parameter=", key_end=">", value_start="", value_end="</parameter>", end="</function>",
         other_end=TOOL_CALL_END, has_lines=True,
     )  # fmt: skip
+    wrapping = Wrapping(lambda key: f"<parameter={key}>\n", "\n</parameter>\n")
+    call_head, call_tail = f"{TOOL_CALL}\n<function=%s>\n", f"</function>\n{TOOL_CALL_END}"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         place = expect(text, 0, TOOL_CALL) if next_is(text, 0, TOOL_CALL) else 0
         name, place = bare_name(text, expect(text, place, "<function="), names)
         return Head(name, expect(text, place, ">"), (TOOL_CALL_END,))
 
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        wrapping = Wrapping(lambda key: f"<parameter={key}>\n", "\n</parameter>\n")
-        head = rules.text(f"{TOOL_CALL}\n<function={function.name}>\n")
-        return f"{head} {each_property(rules, function, wrapping)} {rules.text(f'</function>{chr(10)}{TOOL_CALL_END}')}"
-
 
 class Glm45(TaggedFormat):
     name = "glm45"
     marks = (TOOL_CALL,)
     tags = (TOOL_CALL, TOOL_CALL_END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-    _line: ClassVar[str] = "\n"
     text_tags = Tags(
         key_start="<arg_key>",
         key_end="</arg_key>",
@@ -524,6 +504,8 @@ class Glm45(TaggedFormat):
         value_end="</arg_value>",
         end=TOOL_CALL_END,
     )
+    wrapping = Wrapping(lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n")
+    call_head, call_tail = f"{TOOL_CALL}%s\n", TOOL_CALL_END
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         name, place = bare_name(text, expect(text, 0, TOOL_CALL), names)
@@ -531,17 +513,12 @@ class Glm45(TaggedFormat):
             expect(text, place, TOOL_CALL_END)
         return Head(name, place)
 
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        line = self._line
-        wrapping = Wrapping(lambda key: f"<arg_key>{key}</arg_key>{line}<arg_value>", f"</arg_value>{line}")
-        head = rules.text(f"{TOOL_CALL}{function.name}{line}")
-        return f"{head} {each_property(rules, function, wrapping)} {rules.text(TOOL_CALL_END)}"
-
 
 class Glm47(Glm45):
     name = "glm47"
     between = ""
-    _line = ""
+    wrapping = Wrapping(lambda key: f"<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
+    call_head = f"{TOOL_CALL}%s"
 
 
 MINIMAX_SECTION, MINIMAX_SECTION_END = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -558,16 +535,13 @@ class MiniMaxM2(TaggedFormat):
         key_start='<parameter name="', key_end='">', value_start="", value_end="</parameter>", end="</invoke>",
         other_end=MINIMAX_SECTION_END,
     )  # fmt: skip
+    wrapping = Wrapping(lambda key: f'<parameter name="{key}">', "</parameter>\n")
+    call_head, call_tail = '<invoke name="%s">\n', "</invoke>"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         place = option(text, 0, MINIMAX_SECTION)
         name, place = bare_name(text, expect(text, place, "<invoke", 'name="'), names)
         return Head(name, expect(text, place, '"', ">"), (MINIMAX_SECTION_END,))
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        wrapping = Wrapping(lambda key: f'<parameter name="{key}">', "</parameter>\n")
-        head = rules.text(f'<invoke name="{function.name}">\n')
-        return f"{head} {each_property(rules, function, wrapping)} {rules.text('</invoke>')}"
 
 
 # A grammar makes a model write the arguments as JSON, which is read too.
@@ -612,6 +586,7 @@ class Gemma4(CallFormat):
     marks = (GEMMA_CALL,)
     tags = (GEMMA_CALL, GEMMA_CALL_END, QUOTE)
     between = ""
+    call_head, call_tail = f"{GEMMA_CALL}call:%s", GEMMA_CALL_END
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         name, end = bare_name(text, expect(text, 0, GEMMA_CALL, "call:"), names)
@@ -620,10 +595,6 @@ class Gemma4(CallFormat):
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return QuotedArguments()
 
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        head, tail = rules.text(f"{GEMMA_CALL}call:{function.name}"), rules.text(GEMMA_CALL_END)
-        return f"{head} {rules.arguments(function)} {tail}"
-
 
 class Harmony(CallFormat):
     name = "harmony"
@@ -631,15 +602,12 @@ class Harmony(CallFormat):
     tags = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
     between = ""
     answer_head = f"{CHANNEL}final{MESSAGE}"
+    call_head = f"{CALL_MARK}%s {CONSTRAIN}json{MESSAGE}"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         name, end = bare_name(text, expect(text, 0, CALL_MARK), names)
         end = option(text, option(text, end, CONSTRAIN), "json")
         return Head(name, expect(text, end, MESSAGE, "{") - 1, (CALL,))
-
-    def write_call(self, rules: GrammarBuilder, function: Function) -> str:
-        head = f"{CALL_MARK}{function.name} {CONSTRAIN}json{MESSAGE}"
-        return f"{rules.text(head)} {rules.arguments(function)}"
 
 
 FORMATS: dict[str, CallFormat] = {
