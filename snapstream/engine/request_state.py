@@ -10,7 +10,7 @@ the stop string that ends a sample is shown (unless ``include_stop``). The delta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from random import Random
@@ -124,8 +124,7 @@ class StopMatcher:
             end, start, stop = min(found)
             self._held = ""
             return text[: end if self._include_stop else start], stop
-        num_held = max(self._overlap(text, stop) for stop in self._stops)
-        shown = text[: len(text) - num_held]
+        shown = text[: len(text) - overlap(text, self._stops)]
         self._held = text[len(shown) :]
         return shown, None
 
@@ -134,13 +133,12 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest suffix of ``text`` that is a prefix of ``stop``."""
-        for length in range(min(len(stop) - 1, len(text)), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0
+
+def overlap(text: str, tags: Collection[str]) -> int:
+    """Length of the longest end of ``text`` with which a longer one of ``tags`` begins."""
+    most = min(max(map(len, tags), default=1) - 1, len(text))
+    ends = (n for n in range(most, 0, -1) if any(len(tag) > n and tag.startswith(text[-n:]) for tag in tags))
+    return next(ends, 0)
 
 
 class TextStream:

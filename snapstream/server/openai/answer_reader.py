@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from snapstream.engine.request_state import overlap
 from snapstream.server.openai.tool_format import (
     MAX_HEAD,
     ArgumentReader,
@@ -30,7 +31,6 @@ from snapstream.server.openai.tool_format import (
     JsonArguments,
     NeedMoreText,
     NotACall,
-    overlap,
     skip_space,
     skip_tail,
 )

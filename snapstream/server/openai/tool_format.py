@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 from uuid import uuid4
@@ -216,15 +216,6 @@ def bare_name(text: str, place: int, names: Collection[str]) -> tuple[str, int]:
     if word not in names:
         raise NotACall
     return word, end
-
-
-def overlap(text: str, tags: Iterable[str]) -> int:
-    """Length of the longest end of ``text`` with which a longer one of ``tags`` begins."""
-    return max((_overlap(text, tag) for tag in tags), default=0)
-
-
-def _overlap(text: str, tag: str) -> int:
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
 _BEGINNING = re.compile(rf'\s*\{{\s*"{CUSTOM_INPUT}"\s*:\s*"')

@@ -36,6 +36,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from snapstream.engine.request_state import overlap
 from snapstream.server.openai.answer_reader import CALL, CALL_MARK, CHANNEL, CONSTRAIN, END, MESSAGE, START
 from snapstream.server.openai.tool_format import (
     ID_MEMBER,
@@ -52,7 +53,6 @@ from snapstream.server.openai.tool_format import (
     expect,
     next_is,
     option,
-    overlap,
     quoted_name,
     skip_space,
 )
