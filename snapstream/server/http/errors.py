@@ -211,25 +211,23 @@ def not_finite() -> ApiError:
 def add_error_handlers(app: FastAPI) -> None:
     """Give every error of ``app`` the form of its API, also for unknown paths, wrong methods and bugs."""
 
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response(api_of(request.scope))
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(request, error).response(api_of(request.scope))
 
-    async def on_http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"There is nothing at {request.url.path}." if error.status_code == 404 else str(error.detail)
-        headers = {"Allow": _methods(request)} if error.status_code == 405 else error.headers
-        return ApiError(error.status_code, message, headers=headers).response(api_of(request.scope))
-
-    async def on_invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        first = error.errors()[0]  # of a query parameter; ``str(error)`` would name our source file
-        name = str(first["loc"][-1])
-        return bad_value(f"{name}: {first['msg']}", name).response(api_of(request.scope))
-
-    async def on_bug(request: Request, error: Exception) -> Response:
+    def as_api_error(request: Request, error: Exception) -> ApiError:
+        match error:
+            case ApiError():
+                return error
+            case HTTPException(status_code=status):
+                message = f"There is nothing at {request.url.path}." if status == 404 else str(error.detail)
+                headers = {"Allow": _methods(request)} if status == 405 else error.headers
+                return ApiError(status, message, headers=headers)
+            case RequestValidationError():
+                first = error.errors()[0]  # of a query parameter; ``str(error)`` would name our source file
+                name = str(first["loc"][-1])
+                return bad_value(f"{name}: {first['msg']}", name)
         log.error("unhandled error", exc_info=error)
-        return internal().response(api_of(request.scope))
+        return internal()
 
     def _methods(request: Request) -> str:
         """Methods of all routes at this path; Starlette lists those of the first route only."""
@@ -241,7 +239,5 @@ def add_error_handlers(app: FastAPI) -> None:
         }
         return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))  # ``HeadAsGet``
 
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(Exception, on_bug)
+    for kind in (ApiError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, answer)
