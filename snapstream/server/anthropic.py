@@ -31,7 +31,7 @@ from pydantic_core import from_json, to_json
 
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, body_schema
+from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, body_schema, object_of
 from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
 from snapstream.server.openai.generation import Step, new_usage, prepare_chat, prompt_ids, run, stream
 from snapstream.server.openai.protocol import (
@@ -132,28 +132,15 @@ class MessagesBody(CountBody):
 
 # What ``/openapi.json`` says about the answers of this API.
 
-ERROR: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["type", "error"],
-    "properties": {
+ERROR = object_of(
+    {
         "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "required": ["type", "message"],
-            "properties": {"type": STRING, "message": STRING, "details": {"type": "object"}},
-        },
-    },
-}
+        "error": object_of({"type": STRING, "message": STRING}, details={"type": "object"}),
+    }
+)
 
 _OBJECT = {"type": "object"}
-_USAGE_SCHEMA = {
-    "type": "object",
-    "required": ["input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens"],
-    "properties": {
-        "input_tokens": COUNT, "output_tokens": COUNT, "cache_creation_input_tokens": COUNT,
-        "cache_read_input_tokens": COUNT,
-    },
-}  # fmt: skip
+_USAGE_COUNTS = ("input_tokens", "output_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")
 
 MESSAGE = {
     "id": STRING,
@@ -163,7 +150,7 @@ MESSAGE = {
     "content": {"type": "array", "items": _OBJECT},
     "stop_reason": STRING,
     "stop_sequence": STRING_OR_NULL,
-    "usage": _USAGE_SCHEMA,
+    "usage": object_of(dict.fromkeys(_USAGE_COUNTS, COUNT)),
 }
 COUNTED = {"input_tokens": COUNT}
 

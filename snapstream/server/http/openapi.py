@@ -33,17 +33,14 @@ STRING = {"type": "string"}
 STRING_OR_NULL = {"type": ["string", "null"]}
 COUNT = {"type": "integer", "minimum": 0}
 
-ERROR: Mapping[str, Any] = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {"message": STRING, "type": STRING, "param": STRING_OR_NULL, "code": STRING_OR_NULL},
-        }
-    },
-}
+
+def object_of(members: Mapping[str, Any], **optional: Any) -> dict[str, Any]:
+    return {"type": "object", "required": list(members), "properties": {**members, **optional}}
+
+
+ERROR = object_of(
+    {"error": object_of({"message": STRING, "type": STRING, "param": STRING_OR_NULL, "code": STRING_OR_NULL})}
+)
 
 _TEXTS = {"type": "string", "minLength": 1}
 
@@ -71,10 +68,6 @@ LIMITS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "cache_salt": {"string": {"minLength": 1, "maxLength": MAX_SALT_CHARS}},
     "budget": {"integer": _range(1, None)},
 }
-
-
-def object_of(members: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "required": list(members), "properties": dict(members)}
 
 
 def answers(

@@ -338,16 +338,10 @@ MODEL: Mapping[str, Any] = {
     "display_name": STRING,
     "created_at": STRING,
 }
-_USAGE = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "properties": {
-        "prompt_tokens": COUNT,
-        "completion_tokens": COUNT,
-        "total_tokens": COUNT,
-        "prompt_tokens_details": object_of({"cached_tokens": COUNT}),
-    },
-}
+_USAGE = object_of(
+    {"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT},
+    prompt_tokens_details=object_of({"cached_tokens": COUNT}),
+)
 
 
 def completion(kind: str, **choice: Any) -> dict[str, Any]:

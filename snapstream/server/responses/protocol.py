@@ -22,7 +22,7 @@ from pydantic import WithJsonSchema
 from pydantic_core import to_json
 
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.http.openapi import COUNT, STRING
+from snapstream.server.http.openapi import COUNT, STRING, object_of
 from snapstream.server.openai.protocol import Body, ReasoningEffort, SamplingBody
 
 MAX_METADATA = 16
@@ -108,14 +108,12 @@ class ResponsesBody(SamplingBody):
 # What ``/openapi.json`` says about the answers of this API.
 
 _OBJECT = {"type": "object"}
-_USAGE = {
-    "type": ["object", "null"],
-    "required": ["input_tokens", "input_tokens_details", "output_tokens", "output_tokens_details", "total_tokens"],
-    "properties": {
+_USAGE = object_of(
+    {
         "input_tokens": COUNT, "input_tokens_details": _OBJECT, "output_tokens": COUNT,
         "output_tokens_details": _OBJECT, "total_tokens": COUNT,
-    },
-}  # fmt: skip
+    }
+) | {"type": ["object", "null"]}  # fmt: skip
 
 RESPONSE = {
     "id": STRING,
