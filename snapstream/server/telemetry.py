@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from snapstream.server.engine.api import EngineStats, RequestDelta
 from snapstream.server.http.connections import REASONS, ConnectionGuard
+from snapstream.server.http.errors import Middleware
 from snapstream.types import FinishReason
 
 OURS, THEIRS = "snapstream:", "vllm:"
@@ -330,14 +331,15 @@ def parts(times: RequestTimes) -> list[tuple[str, float, float]]:
     return found
 
 
-class TraceRequests:
-    """Middleware: a span around each request of the API."""
+class TraceRequests(Middleware):
+    """A span around each request of the API."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing) -> None:
-        self._app, self._tracing = app, tracing
+        super().__init__(app)
+        self._tracing = tracing
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(TRACED):
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith(TRACED):
             await self._app(scope, receive, send)
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

@@ -26,7 +26,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from snapstream.engine.worker import Deltas
 from snapstream.integrations.ray.certificates import receiver_settings, sender_settings
@@ -47,6 +47,7 @@ from snapstream.models.tokenizer import find_tokenizer, read_template
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead, EngineSpec, ModelMetadata, RequestDelta
 from snapstream.server.engine.process import EngineProcess
+from snapstream.server.http.errors import Middleware
 from snapstream.server.http.lifecycle import set_up_log
 from snapstream.server.http.middleware import REQUEST_ID
 from snapstream.server.options import Role, ServerSettings
@@ -129,13 +130,10 @@ class Ingress:
         return self._app
 
 
-class DropRequestId:
-    """Middleware: removes our request id from answers, because Ray's proxy adds its own."""
+class DropRequestId(Middleware):
+    """Removes our request id from answers, because Ray's proxy adds its own."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def without(message: Message) -> None:
             if message["type"] == "http.response.start":
                 del MutableHeaders(scope=message)[REQUEST_ID]

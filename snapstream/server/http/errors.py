@@ -46,17 +46,29 @@ class Api:
         return f"{self.prefix}/" in f"{path}/"
 
 
-class SelectApi:
+class Middleware:
+    """Around an application; all but HTTP passes ``on_http`` by."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self.on_http if scope["type"] == "http" else self._app)(scope, receive, send)
+
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class SelectApi(Middleware):
     """Middleware around everything that refuses requests: finds a request's API by its path, for ``api_of``."""
 
     def __init__(self, app: ASGIApp, *, apis: Sequence[Api]) -> None:
-        self._app = app
+        super().__init__(app)
         self._apis = sorted(apis, key=lambda api: len(api.prefix), reverse=True)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            found = next((api for api in self._apis if api.covers(scope["path"])), None)
-            scope.setdefault("state", {})[API] = found
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = next((api for api in self._apis if api.covers(scope["path"])), None)
+        scope.setdefault("state", {})[API] = found
         await self._app(scope, receive, send)
 
 
@@ -76,17 +88,15 @@ def note_no_fault(scope: Scope) -> None:
     scope.setdefault("state", {})[FAULT] = None
 
 
-class FaultCount:
+class FaultCount(Middleware):
     """Middleware around everything that refuses requests: counts errors at the end of each answer."""
 
     def __init__(self, app: ASGIApp, *, count: Callable[[int, str], None]) -> None:
         """``count`` takes status and reason."""
-        self._app, self._count = app, count
+        super().__init__(app)
+        self._count = count
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 0
 
         async def watched(message: Message) -> None:

@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from snapstream.config.values import is_loopback
-from snapstream.server.http.errors import Api, ApiError, api_of, bad_value
+from snapstream.server.http.errors import Api, ApiError, Middleware, api_of, bad_value
 from snapstream.types import NAMESPACE_BORDER
 
 log = logging.getLogger(__name__)
@@ -46,16 +46,10 @@ def log_refusal(what: str, scope: Scope) -> None:
     )
 
 
-class RequestId:
+class RequestId(Middleware):
     """Sets ``own_id``, a new id, and ``request_id``, the client's if it matches ``VALID_ID``, in ``request.state``."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         own_id = uuid4().hex
         request_id = given if VALID_ID.fullmatch(given) else own_id
@@ -72,14 +66,11 @@ class RequestId:
         await self._app(scope, receive, send_with_id)
 
 
-class HeadAsGet:
+class HeadAsGet(Middleware):
     """Answers HEAD with the status and headers of GET and no body, as health checks of proxies need."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "HEAD":
             await self._app(scope, receive, send)
             return
 
@@ -89,36 +80,31 @@ class HeadAsGet:
         await self._app({**scope, "method": "GET"}, receive, send_bare)
 
 
-class NormalizePath:
+class NormalizePath(Middleware):
     """Removes the root path, if a request has it, and trailing slashes."""
 
     def __init__(self, app: ASGIApp, *, root_path: str) -> None:
-        self._app, self._root_path = app, root_path
+        super().__init__(app)
+        self._root_path = root_path
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"]
-            if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
-                path = path[len(self._root_path) :]
-            scope = {**scope, "path": path.rstrip("/") or "/", "root_path": ""}
-        await self._app(scope, receive, send)
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if self._root_path and f"{path}/".startswith(f"{self._root_path}/"):
+            path = path[len(self._root_path) :]
+        await self._app({**scope, "path": path.rstrip("/") or "/", "root_path": ""}, receive, send)
 
 
-class SingleBodyLength:
+class SingleBodyLength(Middleware):
     """Refuses a request whose body has two lengths: servers in between may disagree about it (RFC 9112, 6.1)."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            names = {name for name, _ in scope["headers"]}
-            if {b"content-length", b"transfer-encoding"} <= names:
-                message = "the request has both Content-Length and Transfer-Encoding"
-                error = bad_value(message, None, "ambiguous_length")
-                error.headers["Connection"] = "close"
-                await error.response(api_of(scope))(scope, receive, send)
-                return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope["headers"]}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            message = "the request has both Content-Length and Transfer-Encoding"
+            error = bad_value(message, None, "ambiguous_length")
+            error.headers["Connection"] = "close"
+            await error.response(api_of(scope))(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
@@ -126,42 +112,30 @@ RESET = "/reset_prefix_cache"
 GUARDED = ("/v1/", RESET)
 
 
-class BearerAuth:
+class BearerAuth(Middleware):
     """Requires an API key for ``GUARDED`` paths if there are any; ``caller`` in the request's state is its digest. The
     admin key opens only ``RESET``, where it sets ``is_admin``.
     """
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str = "", apis: Sequence[Api] = ()) -> None:
         """The key headers of ``apis`` are read for every request, whatever its API."""
-        self._app = app
+        super().__init__(app)
         self._headers = tuple(api.key_header for api in apis if api.key_header)
-        self._admin = _digest(admin_key) if admin_key else None
+        self._admin = (_digest(admin_key),) if admin_key else ()
         self._digests = tuple(_digest(key) for key in keys)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == RESET and self._is_admin(scope):
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = [_digest(key) for key in keys_of(Headers(scope=scope), self._headers)]
+        if scope["path"] == RESET and any([_is_known(digest, self._admin) for digest in given]):
             scope.setdefault("state", {})["is_admin"] = True
-        elif scope["type"] == "http" and self._digests and scope["path"].startswith(GUARDED):
-            given = keys_of(Headers(scope=scope), self._headers)
-            callers = [digest for digest in map(_digest, given) if self._is_known(digest)]
+        elif self._digests and scope["path"].startswith(GUARDED):
+            callers = [digest for digest in given if _is_known(digest, self._digests)]
             if not callers:
                 log_refusal("a key was refused" if given else "a request without a key was refused", scope)
                 await self._refusal(has_key=bool(given)).response(api_of(scope))(scope, receive, send)
                 return
             scope.setdefault("state", {})["caller"] = callers[0]
         await self._app(scope, receive, send)
-
-    def _is_admin(self, scope: Scope) -> bool:
-        if self._admin is None:
-            return False
-        matches = [
-            hmac.compare_digest(_digest(key), self._admin) for key in keys_of(Headers(scope=scope), self._headers)
-        ]
-        return any(matches)
-
-    def _is_known(self, digest: bytes) -> bool:
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
 
     def _refusal(self, *, has_key: bool) -> ApiError:
         ways = ", or ".join(["Authorization: Bearer KEY", *(f"{name}: KEY" for name in self._headers)])
@@ -176,6 +150,11 @@ def keys_of(headers: Headers, others: Sequence[str]) -> list[str]:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     own = [headers.get(name, "").strip() for name in others]
     return [*([key.strip()] if scheme.lower() == "bearer" else []), *filter(None, own)]
+
+
+def _is_known(digest: bytes, known: Sequence[bytes]) -> bool:
+    matches = [hmac.compare_digest(digest, own) for own in known]
+    return any(matches)
 
 
 def _digest(key: str) -> bytes:
@@ -198,24 +177,23 @@ class Cors(CORSMiddleware):
         ).response(None)  # no path is known here
 
 
-class HostGuard:
+class HostGuard(Middleware):
     """Refuses a request whose Host header is none of the allowed names, before anything is read (DNS rebinding: a web
     page can make a browser call a server on its user's machine). Loopback addresses always pass: DNS cannot forge them.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
-        self._app = app
+        super().__init__(app)
         self._allowed = frozenset(name.lower() for name in allowed)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host = _name(Headers(scope=scope).get("host", ""))
-            if host not in self._allowed and not is_loopback(host):
-                log_refusal("a host name was refused", scope)
-                message = f"This server does not answer to the host {host!r}; --allowed-host would permit it."
-                fault = ApiError(403, message, kind="permission_error", code="host_not_allowed")
-                await fault.response(api_of(scope))(scope, receive, send)
-                return
+    async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = _name(Headers(scope=scope).get("host", ""))
+        if host not in self._allowed and not is_loopback(host):
+            log_refusal("a host name was refused", scope)
+            message = f"This server does not answer to the host {host!r}; --allowed-host would permit it."
+            fault = ApiError(403, message, kind="permission_error", code="host_not_allowed")
+            await fault.response(api_of(scope))(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
 
