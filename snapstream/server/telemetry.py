@@ -154,6 +154,12 @@ class Metrics:
             ("prefix_store_blocks", "Blocks that the prefix store holds; 0: there is none.", stats.prefix_blocks_total),
         ):
             yield family(GaugeMetricFamily, name, text, {(): value})
+        of_rows = (
+            ("rows_sent", "Rows sent to decode servers.", stats.rows_sent_total),
+            ("rows_received", "Rows received from prefill servers.", stats.rows_received_total),
+            ("rows_lost", "Rows that were lost in transfer, or refused.", stats.rows_lost_total),
+            ("row_bytes_received", "Bytes of the received rows.", stats.row_bytes_received_total),
+        )
         for name, text, total in (
             ("prompt_tokens", "Prompt tokens prefilled.", stats.prompt_tokens_total),
             ("generation_tokens", "Tokens generated.", stats.generation_tokens_total),
@@ -168,7 +174,7 @@ class Metrics:
             ("prefix_saved_tokens", "Tokens put into the prefix store.", stats.prefix_saved_total),
             ("prefix_lost_answer_tokens", "Generated tokens not copied from rows.", stats.prefix_lost_answers_total),
             ("prefix_evicted_blocks", "Blocks evicted from the prefix store.", stats.prefix_evicted_blocks_total),
-            *self._row_totals(stats),
+            *(of_rows if self._has_transfers else ()),
             ("engine_restarts", "Restarts of the engine process.", stats.restarts_total),
             ("engine_stalls", "Engines that were killed because they made no progress.", stats.stalls_total),
         ):
@@ -182,17 +188,6 @@ class Metrics:
         closed = {(reason,): 0 if guard is None else guard.closed[reason] for reason in REASONS}
         text = "Connections that the server closed."
         yield family(CounterMetricFamily, "connections_closed", text, closed, "reason")
-
-    def _row_totals(self, stats: EngineStats) -> tuple[tuple[str, str, int], ...]:
-        """Totals of KV transfer; empty without it."""
-        if not self._has_transfers:
-            return ()
-        return (
-            ("rows_sent", "Rows sent to decode servers.", stats.rows_sent_total),
-            ("rows_received", "Rows received from prefill servers.", stats.rows_received_total),
-            ("rows_lost", "Rows that were lost in transfer, or refused.", stats.rows_lost_total),
-            ("row_bytes_received", "Bytes of the received rows.", stats.row_bytes_received_total),
-        )
 
 
 @dataclass(kw_only=True)
