@@ -40,11 +40,13 @@ from snapstream.server.openai.protocol import (
     ChatBody,
     KVCacheOptions,
     ReasoningEffort,
+    bad_part,
     check_count,
     check_fields,
     is_harmless,
     kinds_of,
     parse,
+    string_of,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.types import FinishReason
@@ -283,7 +285,7 @@ def _assistant(blocks: Sequence[Any], place: str) -> dict[str, Any]:
         if kind == "tool_use":
             calls.append(_as_chat_call(block, where))
         elif kind == "thinking":
-            reasoning.append(_string(block, "thinking", where))
+            reasoning.append(string_of(block, "thinking", where))
         elif kind != "redacted_thinking":  # encrypted by another server
             said.append(_text_of(block, where))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(said)}
@@ -298,8 +300,8 @@ def _as_chat_call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     arguments = block.get("input")
     if not isinstance(arguments, Mapping):
         raise bad_value(f"{place}.input must be an object", "messages")
-    function = {"name": _string(block, "name", place), "arguments": dict(arguments)}
-    return {"id": _string(block, "id", place), "type": "function", "function": function}
+    function = {"name": string_of(block, "name", place), "arguments": dict(arguments)}
+    return {"id": string_of(block, "id", place), "type": "function", "function": function}
 
 
 def _tool_result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -309,7 +311,7 @@ def _tool_result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
     text = "" if content is None else _texts(_blocks(content, f"{place}.content"), f"{place}.content")
     return {
         "role": "tool",
-        "tool_call_id": _string(block, "tool_use_id", place),
+        "tool_call_id": string_of(block, "tool_use_id", place),
         "content": f"Error: {text}" if is_error else text,  # chat messages have no field for it
     }
 
@@ -318,7 +320,7 @@ def _blocks(content: Any, place: str) -> Sequence[Any]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        raise _bad(place, "must be a string or a list of blocks")
+        raise bad_part(place, "must be a string or a list of blocks")
     return content
 
 
@@ -328,25 +330,14 @@ def _texts(blocks: Sequence[Any], place: str) -> str:
 
 def _text_of(block: Any, place: str) -> str:
     if _kind(block) != "text":
-        raise _bad(
+        raise bad_part(
             place, f"has the type {_kind(block)!r}, which is not supported here; images and documents are not supported"
         )
-    return _string(block, "text", place)
+    return string_of(block, "text", place)
 
 
 def _kind(block: Any) -> Any:
     return block.get("type") if isinstance(block, Mapping) else None
-
-
-def _string(block: Mapping[str, Any], name: str, place: str) -> str:
-    value = block.get(name)
-    if not isinstance(value, str):
-        raise _bad(f"{place}.{name}", "must be a string")
-    return value
-
-
-def _bad(place: str, message: str) -> ApiError:
-    return bad_value(f"{place} {message}", "system" if place.startswith("system") else "messages")
 
 
 Json = dict[str, Any]

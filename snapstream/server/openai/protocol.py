@@ -8,6 +8,7 @@ a known one that would change the result but is not implemented is refused by na
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -322,6 +323,19 @@ def check_count(name: str, value: int, least: int, most: int | None = None) -> N
         as_count(name, value, least, most)
     except ValueError as error:
         raise bad_value(str(error), name) from None
+
+
+def bad_part(place: str, message: str) -> ApiError:
+    """400 for a part of a body; the field at fault is what ``place`` begins with."""
+    return bad_value(f"{place} {message}", re.split(r"\W", place, maxsplit=1)[0])
+
+
+def string_of(item: Mapping[str, Any], name: str, place: str) -> str:
+    """A member of the item at ``place``; 400 unless it is a string."""
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise bad_part(f"{place}.{name}", "must be a string")
+    return value
 
 
 def kinds_of(tools: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -23,7 +23,7 @@ from pydantic_core import to_json
 
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import COUNT, STRING, object_of
-from snapstream.server.openai.protocol import Body, ReasoningEffort, SamplingBody
+from snapstream.server.openai.protocol import Body, ReasoningEffort, SamplingBody, bad_part, string_of
 
 MAX_METADATA = 16
 MAX_METADATA_KEY, MAX_METADATA_VALUE = 64, 512
@@ -247,10 +247,10 @@ def read_input(given: Any) -> list[Item]:
     if isinstance(given, str):
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        raise _bad("input", "must be a string or a list of items, and not empty")
+        raise bad_part("input", "must be a string or a list of items, and not empty")
     for index, item in enumerate(given):
         if not isinstance(item, Mapping):
-            raise _bad(f"input[{index}]", "must be an object")
+            raise bad_part(f"input[{index}]", "must be an object")
     return given
 
 
@@ -263,9 +263,8 @@ def as_messages(instructions: str | None, items: Sequence[Item], *, num_before: 
         kind = item.get("type") or ("message" if "role" in item else None)
         if kind in OUTPUTS:
             turn = None
-            messages.append(
-                {"role": "tool", "tool_call_id": _string(item, "call_id", place), "content": _output(item, place)}
-            )
+            output = _text(item.get("output"), f"{place}.output")
+            messages.append({"role": "tool", "tool_call_id": string_of(item, "call_id", place), "content": output})
         elif kind == "message" and item.get("role") != "assistant":
             turn = None
             messages.append(_message(item, place))
@@ -275,7 +274,7 @@ def as_messages(instructions: str | None, items: Sequence[Item], *, num_before: 
                 messages.append(turn)
             _add(turn, str(kind), item, place)
         else:
-            raise _bad(place, f"has the type {kind!r}; only text, function calls and reasoning are supported")
+            raise bad_part(place, f"has the type {kind!r}; only text, function calls and reasoning are supported")
     return messages
 
 
@@ -300,29 +299,25 @@ def _add(turn: dict[str, Any], kind: str, item: Item, place: str) -> None:
 def _message(item: Item, place: str) -> dict[str, Any]:
     role = item.get("role")
     if role not in ROLES:
-        raise _bad(f"{place}.role", f"is {role!r}; it must be one of {', '.join(ROLES)}")
+        raise bad_part(f"{place}.role", f"is {role!r}; it must be one of {', '.join(ROLES)}")
     return {"role": role, "content": _text(item.get("content"), f"{place}.content")}
 
 
 def _call(kind: str, item: Item, place: str) -> dict[str, Any]:
     if kind == "function_call":
-        arguments = _string(item, "arguments", place)
+        arguments = string_of(item, "arguments", place)
     else:
-        arguments = json.dumps({"input": _string(item, "input", place)}, ensure_ascii=False)
-    _string(item, "name", place)
+        arguments = json.dumps({"input": string_of(item, "input", place)}, ensure_ascii=False)
+    string_of(item, "name", place)
     function = {"name": flat_name(item), "arguments": arguments}
-    return {"id": _string(item, "call_id", place), "type": "function", "function": function}
-
-
-def _output(item: Item, place: str) -> str:
-    return _text(item.get("output"), f"{place}.output")
+    return {"id": string_of(item, "call_id", place), "type": "function", "function": function}
 
 
 def _reasoning(item: Item, place: str) -> str:
     """The text of a reasoning item; empty if another server encrypted it."""
     content = item.get("content") or []
     if not isinstance(content, list):
-        raise _bad(f"{place}.content", "must be a list of parts")
+        raise bad_part(f"{place}.content", "must be a list of parts")
     texts = [_part(part, ("reasoning_text", "text"), f"{place}.content[{n}]") for n, part in enumerate(content)]
     return "\n".join(texts)
 
@@ -331,28 +326,17 @@ def _text(content: Any, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise _bad(place, "must be a string or a list of parts")
+        raise bad_part(place, "must be a string or a list of parts")
     return "\n".join(_part(part, TEXT_PARTS, f"{place}[{index}]") for index, part in enumerate(content))
 
 
 def _part(part: Any, kinds: Sequence[str], place: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind == "refusal":
-        return _string(part, "refusal", place)
+        return string_of(part, "refusal", place)
     if not isinstance(part, Mapping) or kind not in kinds:
-        raise _bad(place, f"has the type {kind!r}; only text is supported, not images, files or audio")
-    return _string(part, "text", place)
-
-
-def _string(item: Item, name: str, place: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise _bad(f"{place}.{name}", "must be a string")
-    return value
-
-
-def _bad(place: str, message: str) -> ApiError:
-    return bad_value(f"{place} {message}", "input")
+        raise bad_part(place, f"has the type {kind!r}; only text is supported, not images, files or audio")
+    return string_of(part, "text", place)
 
 
 @dataclass(frozen=True, slots=True)
