@@ -488,6 +488,17 @@ class Request:
         own = self.prompt_compression
         return len(self.prompt_token_ids) if own is None else own.tokens_before
 
+    def new_output(self) -> RequestOutput:
+        """The answer before its first token."""
+        has_logprobs = self.sampling.logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            samples=[SampleOutput(index, logprobs=[] if has_logprobs else None) for index in range(self.sampling.n)],
+            prompt=self.prompt,
+            prompt_compression=self.prompt_compression,
+        )
+
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")

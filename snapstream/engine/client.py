@@ -42,7 +42,7 @@ from snapstream.engine.worker import (
     ToEngine,
     WhenIdle,
 )
-from snapstream.types import QueueFull, Request, RequestOutput, SampleOutput
+from snapstream.types import QueueFull, Request, RequestOutput
 
 EXIT_S = 10.0  # how long an exiting interpreter waits for the current step
 
@@ -76,16 +76,7 @@ class OutputReader(Reader):
 
     def __init__(self, request: Request, channel: Channel, notify: Callable[[], object] = lambda: None) -> None:
         super().__init__(request.request_id, channel)
-        self.output = RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            samples=[
-                SampleOutput(index=index, logprobs=None if request.sampling.logprobs is None else [])
-                for index in range(request.sampling.n)
-            ],
-            prompt=request.prompt,
-            prompt_compression=request.prompt_compression,
-        )
+        self.output = request.new_output()
         self._error: Exception | None = None
         self.notify = notify
 

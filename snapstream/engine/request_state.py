@@ -144,11 +144,9 @@ def overlap(text: str, tags: Collection[str]) -> int:
 class TextStream:
     """Text of one sample. It must not be used again after ``finish`` or after it returned a stop string."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, stop: Sequence[str], include_stop: bool, skip_special_tokens: bool
-    ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-        self._matcher = StopMatcher(stop, include_stop=include_stop)
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        self._matcher = StopMatcher(sampling.stop, include_stop=sampling.include_stop)
 
     def push(self, token_id: int) -> tuple[str, str | None]:
         """New text to show, and the stop string if this token completed one."""
@@ -408,31 +406,21 @@ def live_request(
     """``random`` draws the seed of a request without one."""
     sampling = request.sampling
     seed = sampling.seed if sampling.seed is not None else random.getrandbits(63)
-    samples = tuple(_sample(sampling, tokenizer, seed, index) for index in range(sampling.n))
+    output = request.new_output()
+    samples = (
+        LiveSample(
+            sampling=sampling,
+            seed=sample_seed(seed, own.index),
+            output=own,
+            text=None if tokenizer is None else TextStream(tokenizer, sampling),
+        )
+        for own in output.samples
+    )
     return LiveRequest(
         request=request,
         budget=request.budget or config.budget,
         selector=request.selector or config.selector,
-        samples=samples,
-        output=RequestOutput(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            samples=[sample.output for sample in samples],
-            prompt=request.prompt,
-            prompt_compression=request.prompt_compression,
-        ),
+        samples=tuple(samples),
+        output=output,
         arrived=now,
     )
-
-
-def _sample(sampling: SamplingParams, tokenizer: Tokenizer | None, seed: int, index: int) -> LiveSample:
-    text = None
-    if tokenizer is not None:
-        text = TextStream(
-            tokenizer,
-            stop=tuple(sampling.stop),
-            include_stop=sampling.include_stop,
-            skip_special_tokens=sampling.skip_special_tokens,
-        )
-    output = SampleOutput(index=index, logprobs=None if sampling.logprobs is None else [])
-    return LiveSample(sampling=sampling, seed=sample_seed(seed, index), output=output, text=text)

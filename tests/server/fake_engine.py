@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -80,9 +80,7 @@ class FakeEngine:
     async def _script(self, request: Request) -> AsyncIterator[RequestDelta]:
         sampling = request.sampling
         ids = token_ids(self.answer)
-        stream = TextStream(
-            tokenizer(), stop=sampling.stop, include_stop=sampling.include_stop, skip_special_tokens=True
-        )
+        stream = TextStream(tokenizer(), replace(sampling, skip_special_tokens=True))
         for step in range(len(ids) + 1):
             await asyncio.sleep(0)
             if step == self.fail_after:

@@ -23,7 +23,16 @@ from snapstream.engine.request_state import (
     sample_seed,
 )
 from snapstream.engine.worker import Deltas
-from snapstream.types import Compression, FinishReason, Logprob, PrefixUse, RequestOutput, SampleOutput, Timings
+from snapstream.types import (
+    Compression,
+    FinishReason,
+    Logprob,
+    PrefixUse,
+    RequestOutput,
+    SampleOutput,
+    SamplingParams,
+    Timings,
+)
 
 COMPRESSION = Compression(
     prompt_tokens=9, kept_tokens=5, evicted_tokens=4, row_bytes=10, full_bytes=18, compress_ms=1.5, ring_tokens=3
@@ -219,7 +228,7 @@ class SpaceTokenizer:
 
 
 def stream_of(tokenizer: PieceTokenizer, stop: Sequence[str] = (), include_stop: bool = False) -> TextStream:
-    return TextStream(tokenizer, stop=stop, include_stop=include_stop, skip_special_tokens=True)
+    return TextStream(tokenizer, SamplingParams(stop=stop, include_stop=include_stop))
 
 
 def run(
@@ -363,7 +372,7 @@ class Asked(PieceTokenizer):
 def test_text_that_repeats_itself_is_decoded_once() -> None:
     tokenizer = Asked([b"a", b"b"])
     remembering = CachingTokenizer(tokenizer)
-    first, second = (TextStream(remembering, stop=(), include_stop=False, skip_special_tokens=True) for _ in range(2))
+    first, second = (TextStream(remembering, SamplingParams()) for _ in range(2))
     assert "".join(first.push(token)[0] for token in [1, 2] * 8) == "ab" * 8
     asked = tokenizer.num_asked
     assert asked == 4  # a, b, ab, ba
