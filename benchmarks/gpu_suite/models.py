@@ -10,7 +10,7 @@ from benchmarks.published import DEEPSEEK_V2_LITE
 from benchmarks.stand_ins import occupy
 from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
 from snapstream.config.kv import HeadProfile
-from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, Programs, depths_of
+from snapstream.exec.cuda_graph import Capturer, GraphDecode, depths_of
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.runner import ModelRunner
 from snapstream.models.decoder import Decoder
@@ -121,7 +121,7 @@ def use_executor(bench: Bench, runner: ModelRunner, executor: str, batch: int) -
         return
     maker: Any = Capturer() if bench.device.is_cuda else _AsItIs()
     depths = depths_of(runner.config.num_speculative_tokens)
-    runner.use_decode(lambda parts: GraphDecode(parts, Programs(maker, (batch,), SAMPLERS, executor, depths)))
+    runner.use_decode(lambda parts: GraphDecode(parts, maker, (batch,), depths=depths))
 
 
 def decode_seconds(bench: Bench, runner: ModelRunner, batch: int, num_tokens: int, steps: int) -> float:

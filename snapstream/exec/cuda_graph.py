@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from time import perf_counter
 from typing import Protocol, TypeVar
@@ -125,35 +125,32 @@ def covers(sampler: SamplingNeeds, needs: SamplingNeeds) -> bool:
     return all(amount(needs, field.name) <= amount(sampler, field.name) for field in fields(SamplingNeeds))
 
 
-@dataclass(frozen=True, slots=True)
-class Programs:
-    maker: ProgramMaker
-    buckets: tuple[int, ...]  # batch sizes, ascending
-    samplers: tuple[SamplingNeeds, ...]  # of SAMPLERS
-    doing: str  # label of the progress bar
-    depths: tuple[int, ...] = ()  # of drafts, ascending
-
-
 class GraphDecode:
     """A ``DecodeStep`` and ``Verifier`` whose programs are captured from eager decode and share its state."""
 
     most_draft_rows: int | None = MAX_DRAFTED
     keeps_latents = True
 
-    def __init__(self, parts: StepParts, programs: Programs, halves: EagerDecode | None = None) -> None:
-        """``halves`` of a step, by default eager's."""
+    def __init__(
+        self,
+        parts: StepParts,
+        maker: ProgramMaker,
+        buckets: tuple[int, ...],
+        samplers: tuple[SamplingNeeds, ...] = SAMPLERS,
+        depths: tuple[int, ...] = (),
+    ) -> None:
+        """``buckets``: batch sizes, ascending. ``samplers``: some of ``SAMPLERS``. ``depths`` of drafts, ascending."""
         device = parts.decoder.device
-        self._eager = EagerDecode(parts) if halves is None else halves
-        self._maker, self._buckets = programs.maker, programs.buckets
-        self._programs, self._padding_row = programs, parts.padding_row
+        self._eager, self._padding_row = EagerDecode(parts), parts.padding_row
+        self._maker, self._buckets, self._needs, self._depths = maker, buckets, samplers, depths
         # Static inputs and outputs of the programs.
-        most, vocab_size = programs.buckets[-1], parts.decoder.config.vocab_size
+        most, vocab_size = buckets[-1], parts.decoder.config.vocab_size
         self._rows = torch.full((most,), self._padding_row, dtype=torch.int64, device=device)
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
         draft_rows = max((own for own in self._buckets if own <= MAX_DRAFTED), default=0)
         self._shapes = {
             (bucket, depth): draft_sizes(bucket, depth)
-            for bucket in self._buckets if bucket <= draft_rows for depth in programs.depths
+            for bucket in self._buckets if bucket <= draft_rows for depth in depths
         }  # fmt: skip
         most_drafted = max(map(sum, self._shapes.values()), default=0)
         self._entries = torch.zeros((2, most_drafted), dtype=torch.int64, device=device)  # rows, tokens
@@ -164,13 +161,13 @@ class GraphDecode:
 
     @property
     def num_programs(self) -> int:
-        return len(self._buckets) * (1 + len(self._programs.samplers)) + len(self._shapes)
+        return len(self._buckets) * (1 + len(self._needs)) + len(self._shapes)
 
     def warm_up(self, progress: bool) -> None:
         """Make every program, the largest bucket first; only the padding row is fed."""
         from tqdm import tqdm
 
-        began, doing = perf_counter(), self._programs.doing
+        began, doing = perf_counter(), "Capturing decode"
         logger.info("%s: %d programs", doing, self.num_programs)
         bar = tqdm(total=self.num_programs, desc=doing, unit="program", disable=not progress, file=sys.stderr)
         with bar, no_collection():
@@ -189,7 +186,7 @@ class GraphDecode:
             self._forward[bucket] = self._maker.make(self._run_forward, rows, logits)
             made()
             self._samplers[bucket] = []
-            for needs in self._programs.samplers:
+            for needs in self._needs:
                 program = self._maker.make(partial(self._eager.draw, needs=needs), logits, rows)
                 self._samplers[bucket].append((needs, program))
                 made()
@@ -222,7 +219,7 @@ class GraphDecode:
 
     def _feed_turns(self, host: DraftTurns) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Rows and tokens of all turns, padded, the logits after each, and the sizes of the turns."""
-        shape = self._bucket(len(host.order)), next(own for own in self._programs.depths if own >= len(host.rows) - 1)
+        shape = self._bucket(len(host.order)), next(own for own in self._depths if own >= len(host.rows) - 1)
         sizes = self._shapes[shape]
         padded = torch.tensor([self._padding_row, 0])[:, None].repeat(1, sum(sizes))
         for own, *columns in zip(padded.split(sizes, dim=1), host.rows, host.inputs, strict=False):
@@ -260,17 +257,14 @@ class GraphDecode:
         """Of the first ``size`` rows of a bucket; overwritten by the next sample."""
         for sampler_needs, program in self._samplers[padded.shape[0]]:
             if covers(sampler_needs, needs):
-                return program(logits, padded).first(size)
+                return program(logits, padded).each(lambda own: own[:size])
         return self._eager.draw(logits[:size], padded[:size], needs)
 
     def _draw_copied(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         """``draw`` by a program, of logits that lie elsewhere; not overwritten."""
         padded, own = self._pad(rows)
         own[: rows.shape[0]] = logits
-        sampled = self._sample(own, padded, rows.shape[0], needs)
-        return Sampled(
-            sampled.token_ids.clone(), *(None if column is None else column.clone() for column in sampled[1:])
-        )
+        return self._sample(own, padded, rows.shape[0], needs).each(Tensor.clone)
 
     def _run_forward(self, rows: Tensor, logits: Tensor) -> Tensor:
         return logits.copy_(self._eager.logits(rows))
@@ -289,4 +283,4 @@ def make_graph(
     buckets = buckets or bucket_sizes(parts.config.max_rows)
     depths = depths_of(parts.config.num_speculative_tokens)
     samplers = samplers[:1] if parts.is_greedy else samplers
-    return GraphDecode(parts, Programs(maker or Capturer(), buckets, samplers, "Capturing decode", depths))
+    return GraphDecode(parts, maker or Capturer(), buckets, samplers, depths)

@@ -228,21 +228,18 @@ class DrawnTurns:
                 if is_drawn:
                     found[index].append(start + place)
         entries = upload([entry for own in found for entry in own], torch.int64, self.rows[0].device)
-        columns = ([own for own in column if own is not None] for column in zip(*self._drawn, strict=True))
-        ids, *reported = (torch.cat(column)[entries] if column else None for column in columns)
-        assert ids is not None
-        return Sampled(ids, *reported), list(map(len, found))
+        return Sampled.joined(self._drawn, entries), list(map(len, found))
 
 
-class EagerDecode:
-    """A ``DecodeStep`` and a ``Verifier``."""
+class EagerDecode(RowsForward):
+    """A ``DecodeStep`` and a ``Verifier``; ``logits`` is the first half of a step, ``draw`` the second."""
 
     most_draft_rows: int | None = None
     keeps_latents = True
 
     def __init__(self, parts: StepParts) -> None:
+        super().__init__(parts.decoder, parts.cache, parts.rows, parts.queries)
         self._parts = parts
-        self._forward = RowsForward(parts.decoder, parts.cache, parts.rows, parts.queries)
 
     @torch.inference_mode()
     def warm_up(self, progress: bool) -> None:
@@ -256,19 +253,11 @@ class EagerDecode:
     def step(self, rows: Tensor, needs: SamplingNeeds) -> Sampled:
         return self.draw(self.logits(rows), rows, needs)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """First half: feed each of ``rows [B]`` its last token; logits of the next ``[B, V]`` fp32."""
-        return self._forward.logits(rows)
-
     def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """Second half: sample a token per row from ``logits [B, V]`` and advance the rows."""
+        """Sample a token per row from ``logits [B, V]`` and advance the rows."""
         sampled = sample(logits, self._parts.sampling, rows, needs)
         self._parts.rows.advance(rows, sampled.token_ids)
         return sampled
-
-    def draft_logits(self, turns: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, DraftsView]:
-        """See ``RowsForward.draft_logits``."""
-        return self._forward.draft_logits(turns, inputs)
 
     def verify(self, batch: DraftBatch, needs: SamplingNeeds, go_on: GoOn | None = None) -> tuple[Sampled, list[int]]:
         """See ``Verifier``; the caller restores slots that rejected tokens are written to."""

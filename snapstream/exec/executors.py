@@ -160,7 +160,7 @@ def alternatives(name: str, device: str) -> str:
     return " or ".join(repr(other) for other in names if other != name)
 
 
-def problems_here(device: str, num_ranks: int) -> dict[str, str]:
+def problems_here(num_ranks: int) -> dict[str, str]:
     """Executors that this machine cannot run, and why."""
     found = ((name, executor_of(name).problem_here(num_ranks)) for name in EXECUTORS.names)
     return {name: problem for name, problem in found if problem is not None}

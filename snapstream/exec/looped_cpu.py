@@ -471,11 +471,7 @@ class LoopedDecode:
                 goes = go_on(batch.rows[following].tolist(), [inputs[entry] for entry in following])
                 right = list(compress(right, goes))
             turn = right
-        by_entry = torch.tensor(order).argsort()
-        columns = ([own for own in column if own is not None] for column in zip(*drawn, strict=True))
-        ids, *reported = (torch.cat(column)[by_entry] if column else None for column in columns)
-        assert ids is not None
-        return Sampled(ids, *reported), counts
+        return Sampled.joined(drawn, torch.tensor(order).argsort()), counts
 
     def _run(self, rows: Tensor, tokens: Tensor | None) -> None:
         step = self._step

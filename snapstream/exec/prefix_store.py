@@ -65,9 +65,7 @@ class CudaSideStream:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             work()
-            event = torch.cuda.Event()
-            event.record()
-        return event
+            return self.now()
 
     def hold(self, mark: Mark) -> None:
         torch.cuda.current_stream().wait_event(mark)

@@ -19,6 +19,7 @@ step; until then the row is fed some token.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -127,9 +128,16 @@ class Sampled(NamedTuple):
     top_ids: Tensor | None = None  # [B, n] int64
     top_logprobs: Tensor | None = None  # [B, n] fp32
 
-    def first(self, num_rows: int) -> Sampled:
-        others = (None if field is None else field[:num_rows] for field in self[1:])
-        return Sampled(self.token_ids[:num_rows], *others)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Sampled:
+        """The same with changed tensors."""
+        return Sampled(change(self.token_ids), *(None if own is None else change(own) for own in self[1:]))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Sampled], entries: Tensor) -> Sampled:
+        """The ``entries [n]`` of samples that have the same fields, one after the other."""
+        columns = zip(*(part[1:] for part in parts), strict=True)
+        others = (None if own[0] is None else torch.cat(own)[entries] for own in columns)
+        return cls(torch.cat([part.token_ids for part in parts])[entries], *others)
 
 
 def sample(logits: Tensor, state: SamplingState, rows: Tensor, needs: SamplingNeeds) -> Sampled:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.stand_ins import random_weights
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
-from snapstream.exec.cuda_graph import SAMPLERS, Capturer, GraphDecode, Programs, bucket_sizes
+from snapstream.exec.cuda_graph import Capturer, GraphDecode, bucket_sizes
 from snapstream.exec.eager import StepParts
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import Sampled
@@ -293,7 +293,7 @@ class OnTapes:
 
     def __init__(self, parts: StepParts, buckets: tuple[int, ...] = ()) -> None:
         buckets = buckets or bucket_sizes(parts.config.max_rows)
-        self._captured = GraphDecode(parts, Programs(Capturer(), buckets, SAMPLERS, "Capturing"))
+        self._captured = GraphDecode(parts, Capturer(), buckets)
 
     def warm_up(self, progress: bool) -> None:
         self._captured.warm_up(progress)
