@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from benchmarks.machine import ceilings, report, timed_seconds
 from snapstream.assets import TINY_MODEL
 from snapstream.exec.sampling import sample
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
 from snapstream.grammar import GrammarCompiler
 from snapstream.types import Grammar, SamplingParams
 
@@ -97,7 +97,7 @@ def measure_sampling(vocab_size: int, num_rows: int) -> dict[str, float]:
     """Greedy sampling of a batch, without and with masks on all of its rows."""
     state = SamplingState(num_rows, vocab_size, "cpu")
     for row in range(num_rows):
-        state.set_row(row, SamplingParams(temperature=0.0), 0, (), ())
+        state.set_rows([NewRow(row, SamplingParams(temperature=0.0), 0, (), ())])
     rows, logits = torch.arange(num_rows), torch.randn(num_rows, vocab_size)
     words = torch.full((num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32)
     state.allow(list(range(num_rows)), words)

@@ -21,7 +21,7 @@ from snapstream.config.values import num_cores
 from snapstream.exec.looped_cpu import NativeDraw
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import sample
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
 from snapstream.kernels.cpu.looped.library import ThreadPool, load
 from snapstream.types import SamplingParams
 
@@ -45,7 +45,7 @@ def draw_ms(draw: Callable[[], object], repeats: int) -> dict[str, float]:
 def state_of(params: SamplingParams, rows: int, vocab_size: int) -> SamplingState:
     state = SamplingState(rows, vocab_size, "cpu")
     for row in range(rows):
-        state.set_row(row, params, row, range(0, vocab_size, 97), [])
+        state.set_rows([NewRow(row, params, row, range(0, vocab_size, 97), [])])
     return state
 
 

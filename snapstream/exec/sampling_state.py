@@ -69,17 +69,6 @@ class SamplingState:
         dtype: torch.dtype = getattr(torch, kind)
         return torch.full((self.num_rows + 1, *width), value, dtype=dtype, device=self.device)
 
-    def set_row(
-        self,
-        row: int,
-        sampling: SamplingParams,
-        seed: int,
-        prompt_ids: Sequence[int],
-        stop_ids: Sequence[int],
-    ) -> None:
-        """Give one row to a request; see ``set_rows``."""
-        self.set_rows([NewRow(row, sampling, seed, prompt_ids, stop_ids)])
-
     def set_rows(self, new: Sequence[NewRow]) -> None:
         """Give rows to requests; ``stop_ids`` (end tokens too) are masked until ``min_tokens``.
 

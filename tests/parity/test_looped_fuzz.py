@@ -24,7 +24,7 @@ from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds
 from snapstream.exec.speculation import SlotBackup
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
@@ -517,7 +517,7 @@ def test_verified_drafts_are_steps_one_after_the_other(seed: int) -> None:
     ]
     drawn.needs = random.choice([SamplingNeeds(), SamplingNeeds.of(params)])
     for row, own in zip(drawn.rows.tolist(), params, strict=True):
-        drawn.runner.sampling.set_row(row, own, row, (), ())
+        drawn.runner.sampling.set_rows([NewRow(row, own, row, (), ())])
     with torch.inference_mode():
         for _ in range(STEPS):
             batch = draft_batch(

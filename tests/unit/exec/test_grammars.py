@@ -12,7 +12,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, make_selector
 from snapstream.exec.results import Finished, HostCopy, RowGrammars, SubmittedStep, Verified, last_entries
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import SamplingState
+from snapstream.exec.sampling_state import NewRow, SamplingState
 from snapstream.grammar import GrammarCompiler
 from snapstream.step import PrefillEntry
 from snapstream.types import Grammar, SamplingParams
@@ -108,7 +108,7 @@ def test_a_row_given_away_forgets_its_grammar(compiler: GrammarCompiler) -> None
     state = SamplingState(1, VOCAB, "cpu")
     grammars = RowGrammars(compiler, state)
     grammars.admit(entry_of((0,), "abc"))
-    state.set_row(0, SamplingParams(), seed=0, prompt_ids=(), stop_ids=())
+    state.set_rows([NewRow(0, SamplingParams(), seed=0, prompt_ids=(), stop_ids=())])
     grammars.admit(entry_of((0,), None))
     assert state.allowed is not None and (state.allowed == ALL).all()
     assert draw(grammars, [0], [5]).result().grammar_ends == {}

@@ -18,7 +18,7 @@ from snapstream.exec.looped_cpu import NativeDraw
 from snapstream.exec.row_state import UNIFORM_BITS, signed
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import NO_TOKEN, WEIGHT_ONE, Sampled, sample
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import Draw, Sampling, ThreadPool, load
 from snapstream.step import FIRST, GOLDEN, SECOND, WORD
@@ -41,7 +41,7 @@ class Side:
         stops = [token for token in STOPS if token < vocab_size - 1]
         for row, params in enumerate(batch):
             prompt = [token % vocab_size for token in range(row, 40, 3)]
-            self.state.set_row(row, params, params.seed or row, prompt, stops)
+            self.state.set_rows([NewRow(row, params, params.seed or row, prompt, stops)])
         self.native: NativeDraw | None = None
         if library is not None:
             self.pool = ThreadPool(library, threads)

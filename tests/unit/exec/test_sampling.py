@@ -25,7 +25,7 @@ from snapstream.exec.sampling import (
     uniform,
     weights,
 )
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
 from snapstream.step import GOLDEN, WORD, splitmix64
 from snapstream.types import Grammar, SamplingParams
 
@@ -119,7 +119,7 @@ def test_batches_equal_the_list_based_program(data: st.DataObject) -> None:
     outputs: list[list[int]] = [[] for _ in batch]
     state = SamplingState(6, vocab_size, "cpu")
     for row, params, prompt, stop in zip(rows, batch, prompts, stops, strict=True):
-        state.set_row(row, params, params.seed or 0, prompt, stop)
+        state.set_rows([NewRow(row, params, params.seed or 0, prompt, stop)])
     needs, index = SamplingNeeds.of(batch), torch.tensor(rows)
     for step in range(4):
         # Eighths in a narrow range: many ties, positive and negative.
@@ -164,7 +164,7 @@ def test_frequencies_follow_probabilities(options: dict[str, float]) -> None:
     row_logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 1.5
     state = SamplingState(num_rows, vocab_size, "cpu")
     for row in range(num_rows):
-        state.set_row(row, params, row, [], [])
+        state.set_rows([NewRow(row, params, row, [], [])])
     rows, logits = torch.arange(num_rows), row_logits.expand(num_rows, -1).contiguous()
     steps = [sample(logits, state, rows, SamplingNeeds.of([params])).token_ids for _ in range(num_steps)]
     counts = torch.bincount(torch.cat(steps), minlength=vocab_size).tolist()
@@ -196,7 +196,7 @@ def words_of(*allowed: int) -> torch.Tensor:
 def state_of(*rows: SamplingParams) -> SamplingState:
     state = SamplingState(len(rows), VOCAB, "cpu")
     for row, params in enumerate(rows):
-        state.set_row(row, params, seed=row, prompt_ids=(1,), stop_ids=(2,))
+        state.set_rows([NewRow(row, params, seed=row, prompt_ids=(1,), stop_ids=(2,))])
     return state
 
 
@@ -251,8 +251,8 @@ def test_neighbours_and_later_owners_draw_as_without_grammars() -> None:
         drawn = sample(step, beside, rows, needs).token_ids
         assert drawn[[0, 2]].tolist() == expected[[0, 2]].tolist()
         assert drawn[1] in (4, 9)
-    beside.set_row(1, plain, seed=1, prompt_ids=(1,), stop_ids=(2,))  # the row's next owner has no grammar
-    alone.set_row(1, plain, seed=1, prompt_ids=(1,), stop_ids=(2,))
+    beside.set_rows([NewRow(1, plain, seed=1, prompt_ids=(1,), stop_ids=(2,))])  # the row's next owner has no grammar
+    alone.set_rows([NewRow(1, plain, seed=1, prompt_ids=(1,), stop_ids=(2,))])
     for step in logits:
         assert sample(step, beside, rows, needs).token_ids[1] == sample(step, alone, rows, needs_of(plain)).token_ids[1]
 
@@ -266,7 +266,7 @@ def needs_of(*batch: SamplingParams) -> SamplingNeeds:
 
 def one_row(params: SamplingParams, vocab_size: int = 6, prompt: tuple[int, ...] = ()) -> SamplingState:
     state = SamplingState(1, vocab_size, "cpu")
-    state.set_row(0, params, 0, prompt, (3, 5))
+    state.set_rows([NewRow(0, params, 0, prompt, (3, 5))])
     return state
 
 
@@ -317,7 +317,7 @@ def test_the_nucleus_includes_the_token_that_crosses() -> None:
 def test_no_nucleus_is_no_filter_however_flat_the_row() -> None:
     """8192 tokens of full weight and one of weight 1: their sum is no float64, but top_p = 1 keeps all."""
     state = SamplingState(1, 8193, "cpu")
-    state.set_row(0, SamplingParams(), 0, [], [])
+    state.set_rows([NewRow(0, SamplingParams(), 0, [], [])])
     logits = torch.zeros(1, 8193)
     logits[0, -1] = -29.1
     mass = weights(logits, state, torch.tensor([0]), SamplingNeeds(random=True, top_p=True))

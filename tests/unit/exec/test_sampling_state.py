@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from snapstream.exec.executors import SAMPLING_BYTES
 from snapstream.exec.row_state import row_state_bytes
 from snapstream.exec.sampling import NO_TOKEN, process_logits, sample
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
 from snapstream.types import NUM_STOP_IDS, SamplingParams
 
 NUM_ROWS = 7
@@ -56,8 +56,8 @@ def run(
     """Tokens of a request in ``row`` with seed 42, beside others and behind padding."""
     state = SamplingState(NUM_ROWS, VOCAB, "cpu")
     for other_row, other in others.items():
-        state.set_row(other_row, other, other_row, [1, 2], [9])
-    state.set_row(row, params, 42, [3, 4, 4], [7])
+        state.set_rows([NewRow(other_row, other, other_row, [1, 2], [9])])
+    state.set_rows([NewRow(row, params, 42, [3, 4, 4], [7])])
     rows = torch.tensor([PADDING] * num_padding + [*others, row])
     needs = SamplingNeeds.of([*others.values(), params])
     tokens = []
@@ -80,7 +80,7 @@ def test_a_row_never_notices_row_batch_or_neighbours(params: SamplingParams) -> 
 def test_another_seed_gives_another_text() -> None:
     state = SamplingState(NUM_ROWS, VOCAB, "cpu")
     for row in range(NUM_ROWS):
-        state.set_row(row, SamplingParams(), row, [], [])
+        state.set_rows([NewRow(row, SamplingParams(), row, [], [])])
     tokens = sample(logits_at(0).expand(NUM_ROWS, -1), state, torch.arange(NUM_ROWS), SamplingNeeds(random=True))
     assert len(set(tokens.token_ids.tolist())) > NUM_ROWS // 2
 
@@ -89,7 +89,7 @@ def test_another_seed_gives_another_text() -> None:
 def test_padding_leaves_other_rows_and_logits_alone(params: SamplingParams) -> None:
     state = SamplingState(NUM_ROWS, VOCAB, "cpu")
     for row in range(NUM_ROWS):
-        state.set_row(row, params, row, [1, row], [2])
+        state.set_rows([NewRow(row, params, row, [1, row], [2])])
     before = {name: value.clone() for name, value in state.tensors().items()}
     logits = torch.stack([logits_at(step) for step in range(5)])
     untouched = logits.clone()
@@ -107,12 +107,12 @@ def test_a_reused_row_keeps_nothing_of_the_earlier_request(later: SamplingParams
     fresh, used = SamplingState(2, VOCAB, "cpu"), SamplingState(2, VOCAB, "cpu")
     needs, rows = SamplingNeeds.of([EVERYTHING]), torch.tensor([1])
     for state in (fresh, used):  # row 0 makes both hold every tensor
-        state.set_row(0, EVERYTHING, 0, [0], [0])
-    used.set_row(1, EVERYTHING, 5, list(range(100)), [1, 2, 3])
+        state.set_rows([NewRow(0, EVERYTHING, 0, [0], [0])])
+    used.set_rows([NewRow(1, EVERYTHING, 5, list(range(100)), [1, 2, 3])])
     for step in range(8):
         sample(logits_at(step)[None], used, rows, needs)
     for state in (fresh, used):
-        state.set_row(1, later, 9, [8], [4])
+        state.set_rows([NewRow(1, later, 9, [8], [4])])
     for step in range(8):
         logits = logits_at(step)[None]
         assert torch.equal(process_logits(logits, fresh, rows, needs), process_logits(logits, used, rows, needs))
@@ -122,11 +122,11 @@ def test_a_reused_row_keeps_nothing_of_the_earlier_request(later: SamplingParams
 
 def test_tensors_keep_their_address() -> None:
     state = SamplingState(2, VOCAB, "cpu")
-    state.set_row(0, EVERYTHING, 1, [1], [2])
+    state.set_rows([NewRow(0, EVERYTHING, 1, [1], [2])])
     addresses = {name: value.data_ptr() for name, value in state.tensors().items()}
     assert "output_counts" in addresses and "bias_ids" in addresses
     for row in (1, 0):
-        state.set_row(row, EVERYTHING, 1, [1], [2])
+        state.set_rows([NewRow(row, EVERYTHING, 1, [1], [2])])
         sample(logits_at(0)[None], state, torch.tensor([row]), SamplingNeeds.of([EVERYTHING]))
     assert {name: value.data_ptr() for name, value in state.tensors().items()} == addresses
 
@@ -135,7 +135,7 @@ def test_tensors_keep_their_address() -> None:
 def test_sampling_never_asks_the_device(params: SamplingParams) -> None:
     """Tensors on the meta device have no values: whatever reads one on the host raises."""
     state = SamplingState(NUM_ROWS, VOCAB, "meta")
-    state.set_row(1, params, 0, [1], [2])
+    state.set_rows([NewRow(1, params, 0, [1], [2])])
     rows = torch.zeros(3, dtype=torch.int64, device="meta")
     sampled = sample(torch.zeros(3, VOCAB, device="meta"), state, rows, SamplingNeeds.of([params]))
     assert sampled.token_ids.shape == (3,) and sampled.token_ids.dtype == torch.int64
@@ -146,7 +146,7 @@ def test_sampling_never_asks_the_device(params: SamplingParams) -> None:
 @pytest.mark.parametrize("params", KINDS.values(), ids=KINDS.keys())
 def test_a_single_possible_token_is_drawn(params: SamplingParams) -> None:
     state = SamplingState(1, VOCAB, "cpu")
-    state.set_row(0, params, 3, [1], [2])
+    state.set_rows([NewRow(0, params, 3, [1], [2])])
     needs, logits = SamplingNeeds.of([params]), torch.full((1, VOCAB), -math.inf)
     logits[0, -1] = -7.0
     for _ in range(5):
@@ -162,10 +162,10 @@ def test_logits_that_are_not_finite_draw_nothing_and_leave_neighbours_alone(
     state = SamplingState(2, 12, "cpu")
     needs, good = SamplingNeeds.of([params]), torch.arange(12.0)
     for row in (0, 1):
-        state.set_row(row, params, 1, [], [])
+        state.set_rows([NewRow(row, params, 1, [], [])])
     expected = sample(good[None], state, torch.tensor([1]), needs)
     for row in (0, 1):
-        state.set_row(row, params, 1, [], [])
+        state.set_rows([NewRow(row, params, 1, [], [])])
     broken = good.clone()
     broken[2 : 2 + 2 * spoilt : 2] = bad
     if bad == -math.inf:  # one token that cannot be is no fault
@@ -178,7 +178,7 @@ def test_logits_that_are_not_finite_draw_nothing_and_leave_neighbours_alone(
 
 def test_tokens_that_cannot_be_are_no_fault() -> None:
     state = SamplingState(1, 6, "cpu")
-    state.set_row(0, SamplingParams(temperature=0.0), 1, [], [])
+    state.set_rows([NewRow(0, SamplingParams(temperature=0.0), 1, [], [])])
     logits = torch.tensor([[-math.inf, -math.inf, -3.0, -math.inf, -5.0, -math.inf]])
     assert sample(logits, state, torch.tensor([0]), SamplingNeeds()).token_ids.tolist() == [2]
 
@@ -215,7 +215,7 @@ def test_wrong_rows_are_refused_before_anything_is_written(
     state = SamplingState(2, 10, "cpu")
     before = {name: value.clone() for name, value in state.tensors().items()}
     with pytest.raises(ValueError, match=message):
-        state.set_row(row, params, 5, prompt, stops)
+        state.set_rows([NewRow(row, params, 5, prompt, stops)])
     after = state.tensors()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
@@ -230,7 +230,7 @@ def test_the_state_is_as_large_as_the_plan_says(vocab_size: int) -> None:
     state = SamplingState(NUM_ROWS, vocab_size, "cpu")
     assert state.num_bytes == (NUM_ROWS + 1) * row_state_bytes(vocab_size)
     before = state.num_bytes
-    state.set_row(1, EVERYTHING, 0, [1, 2], [7])
+    state.set_rows([NewRow(1, EVERYTHING, 0, [1, 2], [7])])
     state.allow([1], torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32))
     assert state.num_bytes == before  # nothing is made for the first request that needs it
 
