@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Literal, Self, get_args
 
 from snapstream.config import InvalidValue, KVBudget, Selector, as_count, as_number, as_token_ids, plain
+from snapstream.config.values import check_choice
 
 KEY_BYTES = 16
 
@@ -85,8 +86,7 @@ class Grammar:
     preface: str = ""
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(GrammarKind):
-            raise ValueError(f"grammar kind is {self.kind!r}; it must be one of {', '.join(get_args(GrammarKind))}")
+        check_choice("grammar kind", self.kind, get_args(GrammarKind))
         if not isinstance(self.text, str) or not self.text or len(self.text) > MAX_GRAMMAR_CHARS:
             what = f"has {len(self.text)} characters" if isinstance(self.text, str) else f"is {self.text!r}"
             raise ValueError(f"grammar text {what}; it must be a string of 1 to {MAX_GRAMMAR_CHARS} characters")

@@ -32,6 +32,7 @@ from snapstream.config.values import (
     as_kind,
     as_path,
     check,
+    check_choice,
     kv_dtype_help,
     parse_bytes,
     row_formats,
@@ -73,9 +74,8 @@ class ParallelConfig:
             f"local_ranks is {self.num_local} of tensor_parallel {self.size}, and master_addr is {self.address!r}; "
             "ranks on other machines need both, and others neither",
         )
-        for name, known in (("attention", get_args(SplitAttention)), ("experts", get_args(SplitExperts))):
-            given = getattr(self, name)
-            check(given in known, f"{name} is {given!r}; it must be one of {', '.join(known)}")
+        check_choice("attention", self.attention, get_args(SplitAttention))
+        check_choice("experts", self.experts, get_args(SplitExperts))
 
     @property
     def ranks_here(self) -> int:
@@ -128,14 +128,14 @@ DISK_SIZE = "16GiB"
 PrefixStore = PrefixStoreConfig | Literal["auto"] | None
 
 
-def as_size(name: str, given: Any) -> int:
+def as_prefix_disk(given: Any) -> int:
     """A size in bytes or in words; ValueError for anything else."""
     if isinstance(given, str):
         try:
             return parse_bytes(given)
         except ValueError as error:
-            raise ValueError(f"{name} is {error}") from None
-    return as_count(name, given, 1)
+            raise ValueError(f"prefix_disk is {error}") from None
+    return as_count("prefix_disk", given, 1)
 
 
 def as_prefix_store(given: Any) -> PrefixStore:
@@ -218,16 +218,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         set_counts(self, max_waiting=0)
-        check(
-            isinstance(self.dtype, str) and self.dtype in DTYPE_BYTES,
-            f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}",
-        )
+        check_choice("dtype", self.dtype, tuple(DTYPE_BYTES))
         row_formats(self.dtype, self.kv_dtype)
-        names = get_args(PrefillAttentionName)
-        check(
-            self.prefill_attention in names,
-            f"prefill_attention is {self.prefill_attention!r}; it must be one of {', '.join(names)}",
-        )
+        check_choice("prefill_attention", self.prefill_attention, get_args(PrefillAttentionName))
 
 
 SPECULATIVE_TOKENS = 8
@@ -301,8 +294,10 @@ class EngineConfig(Settings):
         as_kind("budget", self.budget, KVBudget)
         if not isinstance(self.selector, Selector):
             raise TypeError(f"selector is {self.selector!r}; it must be a Selector")
-        set_counts(self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0)
-        set_counts(self, num_speculative_tokens=0)
+        set_counts(
+            self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0,
+            num_speculative_tokens=0,
+        )  # fmt: skip
         if self.prefix_store is not None:
             as_kind("prefix_store", self.prefix_store, PrefixStoreConfig)
             object.__setattr__(self, "prefix_store", self.prefix_store.on(self.device))
@@ -434,9 +429,7 @@ class EngineOptions(Settings):
     prefix_dir: str | None = setting(
         None, "Private folder in which the prefix store outlives the process. Default: none.", metavar="DIR"
     )
-    prefix_disk: int | str = setting(
-        DISK_SIZE, "Maximum size of --prefix-dir.", metavar="SIZE", parse=lambda text: as_size("prefix_disk", text)
-    )
+    prefix_disk: int | str = setting(DISK_SIZE, "Maximum size of --prefix-dir.", metavar="SIZE", parse=as_prefix_disk)
     num_speculative_tokens: AutoCount = setting(
         "auto",
         "Most tokens of a row that a step drafts from earlier text (prompt lookup) and verifies: same answers, several "
@@ -479,13 +472,12 @@ class EngineOptions(Settings):
             set_counts(self, max_model_len=1)
         if self.executor is not None:
             EXECUTORS.check(self.executor)
-        for name, known in (("weights", get_args(WeightsOption)), ("activations", get_args(ActivationOption))):
-            value = getattr(self, name)
-            check(value in known, f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        check_choice("weights", self.weights, get_args(WeightsOption))
+        check_choice("activations", self.activations, get_args(ActivationOption))
         make_selector(self.selector)
         object.__setattr__(self, "heads", as_heads(self.heads))
         object.__setattr__(self, "prefix_store", as_prefix_store(self.prefix_store))
-        object.__setattr__(self, "prefix_disk", as_size("prefix_disk", self.prefix_disk))
+        object.__setattr__(self, "prefix_disk", as_prefix_disk(self.prefix_disk))
         if self.prefix_dir is not None:
             object.__setattr__(self, "prefix_dir", str(as_path("prefix_dir", self.prefix_dir)))
             check(

@@ -82,6 +82,11 @@ def check(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """ValueError unless ``value`` is one of ``choices``."""
+    check(value in choices, f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
 def as_count(name: str, value: Any, low: int, high: int | None = None, *, field: str | None = None) -> int:
     """``value`` as an int, numpy's included; InvalidValue unless it is a whole number from ``low`` to ``high``.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, cast, get_args
 
-from snapstream.config.values import DTYPE_BYTES, DType, check
+from snapstream.config.values import DTYPE_BYTES, DType, check, check_choice
 
 QuantizedDType = Literal["int8", "int4"]
 # The last three only as checkpoints have them.
@@ -41,10 +41,7 @@ class WeightFormat:
     rounds_inputs: bool = False
 
     def __post_init__(self) -> None:
-        check(
-            self.dtype in get_args(WeightDType),
-            f"dtype is {self.dtype!r}; it must be one of {', '.join(get_args(WeightDType))}",
-        )
+        check_choice("dtype", self.dtype, get_args(WeightDType))
         if self.is_quantized and not self.is_fp8:
             known = self.group in GROUPS or (self.group == SUB_BLOCK and self.dtype == "int8")
             check(known, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")

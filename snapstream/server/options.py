@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from snapstream.config import as_count, as_number, as_path
 from snapstream.config.engine import STALL_TIMEOUT_S, setting
-from snapstream.config.values import check, is_loopback
+from snapstream.config.values import check, check_choice, is_loopback
 from snapstream.models.hub import model_name
 from snapstream.spec_prefill.settings import DraftOptions, PromptCompression
 
@@ -161,9 +161,8 @@ class ApiOptions:
         set_texts(self, "allowed_hosts", "cors_origins")
         set_paths(self, "chat_template")
         as_count("responses_store", self.responses_store, 0)
-        for name, known in (("tool_parser", TOOL_PARSERS), ("reasoning_parser", get_args(ReasoningParser))):
-            given = getattr(self, name)
-            check(given in known, f"{name} is {given!r}; it must be one of {', '.join(known)}")
+        check_choice("tool_parser", self.tool_parser, TOOL_PARSERS)
+        check_choice("reasoning_parser", self.reasoning_parser, get_args(ReasoningParser))
 
 
 @dataclass(frozen=True, kw_only=True)

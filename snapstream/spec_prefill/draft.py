@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snapstream.config import DTYPE_BYTES, DType, KVBudget, as_path
+from snapstream.config.values import check_choice
 from snapstream.exec.eager import RowsForward, StepParts
 from snapstream.exec.looped_cpu import LoopedDecode, panels_for
 from snapstream.exec.rows import RecentQueries, Rows
@@ -54,7 +55,6 @@ from snapstream.spec_prefill.settings import (
     OWN_QUERIES,
     POOL_KERNEL,
     ScoringSettings,
-    check_choice,
     num_passages,
     num_prefill_tokens,
     step_config,

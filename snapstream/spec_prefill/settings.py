@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, as_count, as_number
 from snapstream.config.engine import setting
+from snapstream.config.values import check_choice, set_counts
 from snapstream.exec.executors import why_not_looped
 
 Mode = Literal["text", "code", "auto"]
@@ -39,12 +40,6 @@ def step_config(model: ModelConfig, budget: KVBudget, num_rows: int, *, dtype: s
     return EngineConfig(budget=budget, max_model_len=budget.capacity, max_rows=num_rows, executor="looped")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """ValueError unless ``value`` is one of ``choices``."""
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(map(repr, choices))}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScoringSettings:
     """How the draft reads a prompt. Lengths are in draft tokens."""
@@ -57,8 +52,7 @@ class ScoringSettings:
     overlap: int = 256  # tokens that consecutive passages share
 
     def __post_init__(self) -> None:
-        for name, low in (("look_ahead", 0), ("context_len", 0), ("overlap", 0)):
-            object.__setattr__(self, name, as_count(name, getattr(self, name), low))
+        set_counts(self, look_ahead=0, context_len=0, overlap=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +65,10 @@ class ChunkSettings:
     delimiter: str | None = None  # between spans that are not adjacent; None: by mode
 
     def __post_init__(self) -> None:
-        check_choice("mode", self.mode, ("text", "code", "auto"))
-        object.__setattr__(self, "chunk_len", as_count("chunk_len", self.chunk_len, 0))
+        check_choice("mode", self.mode, get_args(Mode))
+        set_counts(self, chunk_len=0)
         if self.snap is not None:
-            check_choice("snap", self.snap, ("none", "word", "line"))
+            check_choice("snap", self.snap, get_args(Snap))
         if self.delimiter is not None and not self.delimiter:
             raise ValueError("delimiter is empty; a reader could not see that text is missing")
 
@@ -92,8 +86,7 @@ class Protection:
     tail: int = 256  # its last paragraphs stay, as many as fit; if the last is longer, its last tokens
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "recent_tools", "min_message", "last_user_limit", "head", "tail"):
-            object.__setattr__(self, name, as_count(name, getattr(self, name), 0))
+        set_counts(self, threshold=0, recent_tools=0, min_message=0, last_user_limit=0, head=0, tail=0)
         unknown = [role for role in self.roles if role not in ("user", "assistant", "tool")]
         if unknown:
             raise ValueError(f"roles has {unknown[0]!r}; only 'user', 'assistant' and 'tool' messages may be cut")
