@@ -182,27 +182,19 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """The checked requests that ``generate`` would run."""
-        encode = partial(self._encode, compression=prompt_compression)
-        return self._requests(as_prompts(prompts), params, encode, budget, selector)
+        return self._requests(as_prompts(prompts), params, self._encode, **options)
 
     def chat_requests(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        budget: Budget | None = None,
-        selector: str | Selector | None = None,
-        prompt_compression: PromptCompression | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """The checked requests that ``chat`` would run."""
-        encode = partial(self._encode_chat, compression=prompt_compression)
-        return self._requests(as_conversations(messages), params, encode, budget, selector)
+        return self._requests(as_conversations(messages), params, self._encode_chat, **options)
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
         """Clear the prefix store, of one ``Request.namespace`` or all; the number of blocks removed."""
@@ -277,9 +269,11 @@ class LLM:
         self,
         prompts: Sequence[T],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        encode: Callable[[T], dict[str, Any]],
-        budget: Budget | None,
-        selector: str | Selector | None,
+        encode: Callable[[T, PromptCompression | None], dict[str, Any]],
+        *,
+        budget: Budget | None = None,
+        selector: str | Selector | None = None,
+        prompt_compression: PromptCompression | None = None,
     ) -> list[Request]:
         own = None if selector is None else make_selector(selector)
         row = None
@@ -293,7 +287,7 @@ class LLM:
                     sampling=sampling,
                     budget=row,
                     selector=own,
-                    **encode(prompt),
+                    **encode(prompt, prompt_compression),
                 )
                 for prompt, sampling in each
             ]
