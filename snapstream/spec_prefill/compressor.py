@@ -20,6 +20,7 @@ import json
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -577,21 +578,12 @@ class StickyCompressor:
         With a ceiling that leaves no room for them, all messages are compressed again.
         """
         digests = _digests(messages, f"{scope}\0{how.keep} {how.max_tokens} {how.threshold}")
-        done = self._find(digests)
+        options = how.arguments() | {"target_tokenizer": target_tokenizer, "tools": tools}
         result = None
-        if done:
-            try:
-                result = self._compressor.compress_turn(
-                    messages, done, keep=how.keep, max_tokens=how.max_tokens, target_tokenizer=target_tokenizer,
-                    threshold=how.threshold, tools=tools,
-                )  # fmt: skip
-            except ValueError:  # no room for them below the ceiling; whatever else is wrong is wrong below, too
-                result = None
-        if result is None:
-            result = self._compressor.compress(
-                messages, keep=how.keep, max_tokens=how.max_tokens, target_tokenizer=target_tokenizer,
-                threshold=how.threshold, tools=tools,
-            )  # fmt: skip
+        if done := self._find(digests):
+            with suppress(ValueError):  # no room for them below the ceiling; whatever else is wrong is wrong below, too
+                result = self._compressor.compress_turn(messages, done, **options)
+        result = result or self._compressor.compress(messages, **options)
         if result.report.is_applied:
             assert result.messages is not None
             self._put(digests[-1], result.messages)
@@ -686,11 +678,4 @@ class RequestCompressor:
         return CompressedPrompt(token_ids=tuple(ids), report=report, text=text)
 
     def _as_text(self, prompt: str | Messages, how: PromptCompression) -> CompressedText:
-        return self.compressor.compress(
-            prompt,
-            keep=how.keep,
-            max_tokens=how.max_tokens,
-            target_tokenizer=self._tokenizer,
-            query=how.query,
-            threshold=how.threshold,
-        )
+        return self.compressor.compress(prompt, target_tokenizer=self._tokenizer, query=how.query, **how.arguments())

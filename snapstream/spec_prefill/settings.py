@@ -130,6 +130,10 @@ class PromptCompression:
         if self.sticky and self.query is not None:
             raise ValueError("sticky takes no query; what was cut for one question is kept for the next")
 
+    def arguments(self) -> dict[str, Any]:
+        """How much stays, as keywords of ``PromptCompressor.compress`` and ``compress_turn``."""
+        return {"keep": self.keep, "max_tokens": self.max_tokens, "threshold": self.threshold}
+
 
 @dataclass(frozen=True, kw_only=True)
 class DraftOptions:

@@ -54,6 +54,7 @@ class FakeDraft:
         target_tokenizer: object,
         keep: float | None,
         max_tokens: int | None,
+        threshold: int | None = None,
         tools: object = None,
     ) -> FakeResult:
         self.num_calls += 1

@@ -101,18 +101,14 @@ class DraftThread:
         given: str | list[dict[str, Any]] = prompt
 
         def work() -> tuple[Any, CompressionReport]:
-            if isinstance(given, str):
-                plain = self._compressor.compress(
-                    given, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens
-                )
-                return plain.text, plain.report
-            if options.sticky:
+            if options.sticky and not isinstance(given, str):
                 result = self._sticky.compress(given, options, self._target, tools=tools, scope=scope)
             else:
                 result = self._compressor.compress(
-                    given, target_tokenizer=self._target, keep=options.keep, max_tokens=options.max_tokens, tools=tools
+                    given, target_tokenizer=self._target, tools=tools, **options.arguments()
                 )
-            return [dict(message) for message in result.messages or ()], result.report
+            short = result.text if result.messages is None else [dict(message) for message in result.messages]
+            return short, result.report
 
         if self.num_waiting >= self._max_waiting:
             raise queue_full(f"{self._max_waiting} prompts wait for the draft, which is the limit", self._retry_after_s)
