@@ -27,7 +27,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from math import ceil
 from threading import Lock
@@ -284,11 +284,9 @@ class ReplicaRegistry:
     def stats(self) -> EngineStats:
         """Gauges of the present replicas; totals also of earlier ones."""
         with self._lock:
-            total = self._gone
-            for name in self.names:
-                if name in self._reports:
-                    total = _sum(total, self._reports[name].stats)
-            return total
+            own = [self._gone, *(self._reports[name].stats for name in self.names if name in self._reports)]
+            sums = {each.name: sum(getattr(stats, each.name) for stats in own) for each in fields(EngineStats)}
+            return EngineStats(**sums)
 
     def _order(self, loads: Mapping[str, Load], route: Route) -> list[str]:
         order = rank_for_prefill if self._reads_only else rank_for_decode
@@ -310,18 +308,6 @@ class ReplicaRegistry:
             if report is not None:
                 self._gone = add_totals(without_gauges(report.stats), self._gone)
         self.names = tuple(sorted(present))
-
-
-def _sum(one: EngineStats, other: EngineStats) -> EngineStats:
-    return replace(
-        add_totals(one, other),
-        num_running=one.num_running + other.num_running,
-        num_waiting=one.num_waiting + other.num_waiting,
-        rows_free=one.rows_free + other.rows_free,
-        rows_total=one.rows_total + other.rows_total,
-        prefix_blocks_used=one.prefix_blocks_used + other.prefix_blocks_used,
-        prefix_blocks_total=one.prefix_blocks_total + other.prefix_blocks_total,
-    )
 
 
 TICK_S = 3.0
