@@ -59,10 +59,6 @@ def whole_option(help_text: str) -> Any:
     return typer.Option(help=help_text, parser=whole_number, metavar="N")
 
 
-def number_option(help_text: str) -> Any:
-    return typer.Option(help=help_text, parser=number, metavar="X")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Flags:
     """How one command shows a settings class, by the names of its fields."""

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.cli.flags import ENGINE_ALIASES, Flags, number_option, whole_option
+from snapstream.cli.flags import ENGINE_ALIASES, Flags, number, whole_option
 from snapstream.config import EngineOptions
 from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
@@ -106,7 +106,9 @@ def worker(
     ranks: Annotated[
         int, whole_option("Ranks on this machine, one process each; on GPUs, one per GPU from the first.")
     ] = 1,
-    patience: Annotated[float, number_option("Seconds to wait for rank 0 to start.")] = PATIENCE_S,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for rank 0 to start.", parser=number, metavar="X")
+    ] = PATIENCE_S,
 ) -> None:
     if ranks < 1:
         raise ValueError(f"--ranks is {ranks}; it must be a whole number >= 1")

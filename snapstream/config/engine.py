@@ -294,10 +294,8 @@ class EngineConfig(Settings):
         as_kind("budget", self.budget, KVBudget)
         if not isinstance(self.selector, Selector):
             raise TypeError(f"selector is {self.selector!r}; it must be a Selector")
-        set_counts(
-            self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0,
-            num_speculative_tokens=0,
-        )  # fmt: skip
+        set_counts(self, max_model_len=1, max_rows=1, staging_tokens=0, short_reserve=0, reserved_bytes=0)
+        set_counts(self, num_speculative_tokens=0)
         if self.prefix_store is not None:
             as_kind("prefix_store", self.prefix_store, PrefixStoreConfig)
             object.__setattr__(self, "prefix_store", self.prefix_store.on(self.device))

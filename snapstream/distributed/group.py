@@ -130,7 +130,8 @@ class Ranks:
         """
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        rank, size = _checked(rank, size)
+        if not 0 <= rank < size:
+            raise ValueError(f"rank is {rank}; it must be from 0 to {size - 1}, one of {size} ranks")
         own = torch.device(device)
         if str(own) == "cuda":  # NCCL asks which one
             own = torch.device("cuda", torch.cuda.current_device())
@@ -194,9 +195,3 @@ class Ranks:
         """Leave the group; its collectives cannot be called any more."""
         self._shared.clear()
         dist.destroy_process_group(self._group)
-
-
-def _checked(rank: int, size: int) -> tuple[int, int]:
-    if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank}; it must be from 0 to {size - 1}, one of {size} ranks")
-    return rank, size

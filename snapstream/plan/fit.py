@@ -42,7 +42,6 @@ from snapstream.models.hub import local_folder
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
 from snapstream.plan.memory import (
-    EngineMemory,
     chunk_bytes,
     engine_memory,
     speculator_config,
@@ -376,13 +375,8 @@ def _check_rows(model: ModelConfig, options: EngineOptions, device: str) -> None
         )
 
 
-def auto_rows(memory: EngineMemory, free_bytes: int) -> int:
-    """Rows that ``max_rows="auto"`` takes; 0 where not one fits."""
-    return max(0, min(memory.rows_that_fit(free_bytes), MAX_AUTO_ROWS))
-
-
 def num_rows(model: ModelConfig, config: EngineConfig, wanted: AutoCount, free_bytes: int) -> int:
     """Rows that were asked for, or with ``"auto"`` those that fit with all else of ``config``; at least one."""
     if wanted != "auto":
         return wanted
-    return max(auto_rows(engine_memory(model, config), free_bytes), 1)
+    return max(min(engine_memory(model, config).rows_that_fit(free_bytes), MAX_AUTO_ROWS), 1)

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, cast
 
 from snapstream.config import DType, EngineConfig, ModelConfig
 from snapstream.config.engine import Speculator, launched
-from snapstream.config.kv import HeadSlots
 from snapstream.config.values import split_address
 from snapstream.disaggregation.connector import TcpConnector
 from snapstream.disaggregation.protocol import TransferSettings
@@ -324,19 +323,15 @@ def make_connector(
 
 def engine_fingerprint(folder: Path, config: EngineConfig) -> dict[str, str]:
     """What rows depend on, entry by entry, so that a refusal names the entry that differs."""
+    heads = "" if config.heads is None else repr((config.heads.shares, config.heads.budget))  # they divide the slots
     return {
         "version": __version__,
         "checkpoint": fingerprint(folder),
         "dtype": config.dtype,
         "kv_dtype": config.kv_dtype,
         "weights": "dtype" if config.weights is None else config.weights.describe(),
-        "heads": "none" if config.heads is None else _digest(config.heads),
+        "heads": sha256(heads.encode()).hexdigest()[:16] if heads else "none",
     }
-
-
-def _digest(heads: HeadSlots) -> str:
-    """Digest of what divides the slots of rows among kv heads."""
-    return sha256(repr((heads.shares, heads.budget)).encode()).hexdigest()[:16]
 
 
 CHECK_VARIABLE = "SNAPSTREAM_CHECK_RANKS"  # 1: compare the drawn tokens of all ranks after every step
