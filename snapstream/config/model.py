@@ -453,6 +453,7 @@ class ModelConfig:
     is_parallel: bool = False
     # The mean of a token's numbers is taken off the residual stream: an RMSNorm of it is then a LayerNorm without bias.
     is_centered: bool = False
+    out_norm_eps: float | None = None  # of norms of outputs; None: rms_norm_eps
     norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
     activation: Activation = "silu"  # of gate
     window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
@@ -548,9 +549,7 @@ class ModelConfig:
         check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
         is_beside = self.moe is not None and self.moe.is_beside_mlp
         check(
-            self.moe is None
-            or (is_beside and self.activation != "xielu")
-            or (self.norms.has_inputs and self.activation not in ("gelu_tanh", "xielu")),
+            self.moe is None or is_beside or (self.norms.has_inputs and self.activation not in ("gelu_tanh", "xielu")),
             "experts without a norm of their input, GELU and xIELU are not supported",
         )
         check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
@@ -558,6 +557,10 @@ class ModelConfig:
         check(
             self.multipliers.residual == 1.0 or not self.norms.has_outputs or self.moe is None,
             "a multiplier of the residual stream with norms of outputs of experts is not supported",
+        )
+        check(
+            self.out_norm_eps is None or (self.norms.has_outputs and not (self.moe or self.latent or self.altup)),
+            "an epsilon of norms of outputs without any, with experts, latents or residual streams is not supported",
         )
         ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
         check(

@@ -117,6 +117,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         inner=config.widest_inner, parts=addressof(parts), embed=panels_of(decoder, "embed").stack,
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
         rotated=config.rope.rotary_dim(full_dim), rotated_layers=address(rotated), eps=config.rms_norm_eps,
+        out_eps=config.out_norm_eps or config.rms_norm_eps,
         window_rotated=0 if own is None else own.rotary_dim(config.rope_dim), window_head_dim=config.head_dim,
         full_head_dim=full_dim if config.latent is None else config.head_dim, norms_values=config.has_value_norm,
         per_layer_dim=config.per_layer_dim, logit_cap=config.logit_cap or 0.0,

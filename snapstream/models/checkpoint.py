@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional as F
 
 from snapstream.config import ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.weights import FP8_BLOCK, Packing
@@ -400,6 +401,8 @@ def load_weights(
                         bounds[own] = _bounds(numbers, format_of(spec, dtype_name, formats))
                         if spec.offset or spec.factor != 1.0:
                             numbers = (numbers.float() + spec.offset) * spec.factor
+                        if spec.row_eps is not None:
+                            numbers = _with_normed_rows(numbers, spec.row_eps, dtype)
                         weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
                     bar.update()
                     num_read += _num_elements(cut)
@@ -408,6 +411,12 @@ def load_weights(
     _held.cache_clear()
     _check_finite(manifest, bounds)
     return weights
+
+
+def _with_normed_rows(numbers: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """See ``TensorSpec.row_eps``; some rows at a time, as a vocabulary in fp32 is large."""
+    parts = (F.rms_norm(part.float(), part.shape[-1:], eps=eps).to(dtype) for part in numbers.split(4096))
+    return torch.cat(list(parts))
 
 
 def _num_elements(cut: Cut) -> int:

@@ -53,6 +53,7 @@ class Recipe(TypedDict, total=False):
     is_parallel: bool  # attention and MLP read one norm
     is_centered: bool  # norms are LayerNorms without bias
     norm_offset: float
+    out_norm_eps: float
     activation: Activation  # of gate
     window_rope: RopeConfig | None  # of layers with sliding windows
     rope: RopeConfig  # of the others, where config.json has one for each kind of layers

@@ -1,5 +1,6 @@
 """Gemma 1; Gemma 2 to 4, text: four norms a layer, GELU, windows; caps of scores in Gemma 2 (arXiv 2408.00118), another
-rope of layers with windows since Gemma 3 (arXiv 2503.19786). No torch.
+rope of layers with windows since Gemma 3 (arXiv 2503.19786). The text part of Muse Glimmer, with the same norms.
+No torch.
 
 Gemma 4 differs by size: 31B has larger and fewer kv heads in layers without a window, where one projection gives keys
 and values; 26B-A4B has experts beside every MLP; in E2B and E4B the last layers attend to the keys and values of
@@ -14,17 +15,27 @@ from dataclasses import replace
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import AltUp, HeadSizes, LayerNorms, MoEConfig, Multipliers
-from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
     num_layers,
+    other_values,
     refuse_absent_window,
     ropes_by_kind,
     windows_by_type,
 )
-from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, norm, renamed, vector
+from snapstream.models.tensors import (
+    TensorSpec,
+    TensorSpecs,
+    decoder_tensors,
+    norm,
+    ones,
+    renamed,
+    vector,
+    with_gates_apart,
+)
 
 _NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
@@ -270,6 +281,49 @@ def _gemma3_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
+def _muse_settings(settings: Settings) -> Settings:
+    """Unless the file says otherwise every fourth layer, from the last, has full attention and is not rotated."""
+    count, theta = num_layers(settings), rope_settings(settings)["rope_theta"]
+    full = [(count - 1 - layer) % 4 == 0 for layer in range(count)]
+    found = {
+        "layer_types": ["full_attention" if own else "sliding_attention" for own in full],
+        "layer_rope_theta": [0 if own else theta for own in full],
+    }
+    return {**settings, **{name: own for name, own in found.items() if settings.get(name) is None}}
+
+
+def _muse(settings: Settings) -> Recipe:
+    return {
+        **windows_by_type(settings, lambda layer: False), "qk_norm": True, "norm_offset": 1.0, "norms": _NORMS,
+        "out_norm_eps": number(settings, "post_norm_eps", above=0.0, most=1.0),
+        "rotated_layers": tuple(theta != 0 for theta in settings["layer_rope_theta"]),
+        "gate_dim": whole_number(settings, "head_dim"), "logit_cap": _cap(settings, "final_logit_softcapping"),
+        "multipliers": Multipliers(
+            attention=number(settings, "qk_scale_factor", above=0.0),
+            logits=number(settings, "output_multiplier", above=0.0),
+        ),
+    }  # fmt: skip
+
+
+def _muse_refusals(settings: Settings) -> list[str]:
+    """Also other bases of rope by layer, which transformers does not compute."""
+    known = {"attention_bias": False, "hidden_activation": "silu", "tie_word_embeddings": False}
+    reasons, thetas = other_values(settings, known), settings["layer_rope_theta"]
+    base = rope_settings(settings)["rope_theta"]
+    if not isinstance(thetas, list) or any(theta not in (0, base) for theta in thetas):
+        reasons.append(f"layer_rope_theta is {str(thetas)[:200]}; it must be a list of 0 and rope_theta, {base}")
+    return reasons
+
+
+def _muse_tensors(config: ModelConfig) -> TensorSpecs:
+    """The embedding and the heads have norms without weights; those of the last norm are its factors."""
+    specs = with_gates_apart(config, decoder_tensors(config))
+    return {
+        **specs, "embed": replace(specs["embed"], row_eps=config.rms_norm_eps), "q_norm": ones(specs["q_norm"]),
+        "k_norm": ones(specs["k_norm"]), "final_norm": replace(specs["final_norm"], offset=0.0),
+    }  # fmt: skip
+
+
 GEMMA = Family(
     defaults={
         "bos_token_id": 2, "eos_token_id": 1, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
@@ -316,6 +370,22 @@ GEMMA3_TEXT_PART = replace(
         **GEMMA3.defaults, "max_position_embeddings": 131072, "num_attention_heads": 8, "vocab_size": 262208,
     },
     is_text_part=True,
+)  # fmt: skip
+MUSE_GLIMMER = Family(
+    defaults={
+        "bos_token_id": 200_000, "eos_token_id": 200_001, "final_logit_softcapping": 20.0, "head_dim": 128,
+        "hidden_activation": "silu", "hidden_size": 6656, "intermediate_size": 19968,
+        "max_position_embeddings": 131_072, "num_attention_heads": 32, "num_hidden_layers": 52,
+        "num_key_value_heads": 2, "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8,
+        "qk_scale_factor": 3.87, "rms_norm_eps": 1e-5, "sliding_window": 2048, "vocab_size": 202_048,
+    },
+    rewrite=_muse_settings,
+    recipe=_muse,
+    refusals=_muse_refusals,
+    has_windows=True,
+    has_own_activation=True,
+    is_text_part=True,
+    tensors=_muse_tensors,
 )  # fmt: skip
 GEMMA3N = Family(
     defaults={

@@ -419,6 +419,7 @@ class DenseLayer:
         self._input_norm, self._post_norm = weights.optional("input_norm"), weights.optional("post_norm")
         self._attention_out_norm = weights.optional("attention_out_norm")
         self._mlp_out_norm = weights.optional("mlp_out_norm")
+        self._out_eps = config.out_norm_eps or self._eps
         has_mlp = config.mlp_layers is None or index in config.mlp_layers
         self._mlp = mlp_of(config, weights, kernels, group) if has_mlp else None
         own, self._is_centered = config.multipliers, config.is_centered
@@ -525,7 +526,7 @@ class DenseLayer:
 
     def _ended(self, output: Tensor, norm: Tensor | None, multiplier: float) -> Tensor:
         """An output as it is added to the residual stream."""
-        output = output if norm is None else self._kernels.rms_norm(output, norm, self._eps)
+        output = output if norm is None else self._kernels.rms_norm(output, norm, self._out_eps)
         output = output.sub_(output.mean(-1, keepdim=True)) if self._is_centered else output
         return output if multiplier == 1.0 else output.mul_(multiplier)
 

@@ -25,7 +25,7 @@ from snapstream.models.family import (
 from snapstream.models.glm import SANDWICH_NORMS
 from snapstream.models.olmo import exaone_attention, exaone_refusals
 from snapstream.models.qwen import softmax_experts
-from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed
+from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed, with_gates_apart
 
 _MINIMAX_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
 
@@ -304,12 +304,7 @@ def _afmoe_refusals(settings: Settings) -> list[str]:
 def _afmoe_tensors(config: ModelConfig) -> TensorSpecs:
     """The gates have a projection of their own."""
     names = {".gate.e_score_correction_bias": ".expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"}
-    specs, gates = renamed(decoder_tensors(config), names), config.num_heads * config.head_dim
-    parts = {
-        "self_attn.gate_proj.weight": (slice(gates),), **specs["qkv"].parts,
-        "self_attn.q_proj.weight": (slice(gates, 2 * gates),),
-    }  # fmt: skip
-    return {**specs, "qkv": replace(specs["qkv"], parts=parts, row_order={})}
+    return with_gates_apart(config, renamed(decoder_tensors(config), names))
 
 
 MINIMAX_M2 = Family(

@@ -44,6 +44,7 @@ from snapstream.models.gemma import (
     GEMMA4_TEXT_PART,
     GEMMA4_UNIFIED,
     GEMMA4_UNIFIED_TEXT_PART,
+    MUSE_GLIMMER,
     VAULT_GEMMA,
 )
 from snapstream.models.gguf_header import is_gguf
@@ -167,6 +168,7 @@ FAMILIES: Registry[Family] = Registry(
         "Gemma4ForConditionalGeneration": GEMMA4_TEXT_PART,
         "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
         "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED_TEXT_PART,
+        "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
         "GlmForCausalLM": GLM,
         "Glm4ForCausalLM": GLM4,
         "Qwen3NextForCausalLM": QWEN3_NEXT,

@@ -50,7 +50,8 @@ def active_parameters(config: ModelConfig) -> int:
 
 def num_parameters(config: ModelConfig) -> int:
     """Numbers of a checkpoint with this config; a tied embedding counts once."""
-    return sum(prod(shape) for shape in weight_shapes(config).values())
+    specs = tensor_specs(config)
+    return sum(prod(shape) for name, shape in weight_shapes(config).items() if specs[name].parts)
 
 
 def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> WeightFormat:

@@ -21,7 +21,7 @@ TEXT_PREFIXES = {
 }  # fmt: skip
 TOWER_PREFIXES = (
     "vision_tower.", "visual.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.",
-    "model.visual.", "model.vision_embedder.",
+    "model.visual.", "model.vision_embedder.", "model.vision_adapter.", "model.vision_projection.",
     "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
 )  # fmt: skip
 
@@ -35,7 +35,8 @@ class TensorSpec:
     """One stored tensor of a model; of one layer if ``per_layer``."""
 
     shape: tuple[int, ...]  # of one layer: [out, in], [experts, out, in], [D] ...
-    # Names in the checkpoint, after the prefix of the layer, and the part that each fills; () is all of it.
+    # Names in the checkpoint, after the prefix of the layer, and the part that each fills; () is all of it. Without any
+    # all numbers are ``offset``.
     parts: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
     per_layer: bool = True
     layers: Sequence[int] | None = None  # those that have it, ascending; None: all
@@ -58,6 +59,7 @@ class TensorSpec:
     is_transposed: bool = False
     offset: float = 0.0  # what is added to the numbers of the checkpoint
     factor: float = 1.0  # what the sum is multiplied by
+    row_eps: float | None = None  # rows are divided by their root mean square, with this epsilon
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
     form: WeightFormat | None = None  # of ``StoredWeights.own``
 
@@ -139,6 +141,11 @@ def norm(config: ModelConfig, size: int, name: str) -> TensorSpec:
     """The weight of an RMSNorm; with an offset in fp32, as the sum is computed."""
     dtype: DType | None = "float32" if config.norm_offset else None
     return replace(vector(size, name), offset=config.norm_offset, dtype=dtype)
+
+
+def ones(spec: TensorSpec) -> TensorSpec:
+    """A norm without weights, in the place of one that has some."""
+    return replace(spec, parts={}, row_order={}, offset=1.0)
 
 
 def gate_up_parts(prefix: str, kind: str, inner: int, *, has_gate: bool = True) -> dict[str, tuple[Place, ...]]:
@@ -278,6 +285,16 @@ def gated_order(config: ModelConfig, order: Sequence[int] | None) -> tuple[int, 
     places = [(row // size, row % size) for row in order or range(heads * size)]
     gates = (2 * size * head + size + i for head in range(heads) for i in range(size))
     return (*gates, *(2 * size * head + i for head, i in places))
+
+
+def with_gates_apart(config: ModelConfig, specs: TensorSpecs) -> TensorSpecs:
+    """``specs`` of checkpoints where gates of whole heads have a projection of their own."""
+    gates = config.num_heads * config.head_dim
+    parts = {
+        "self_attn.gate_proj.weight": (slice(gates),), **specs["qkv"].parts,
+        "self_attn.q_proj.weight": (slice(gates, 2 * gates),),
+    }  # fmt: skip
+    return {**specs, "qkv": replace(specs["qkv"], parts=parts, row_order={})}
 
 
 def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:

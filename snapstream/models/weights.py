@@ -114,6 +114,8 @@ class DecoderWeights:
             if not spec.is_matrix:
                 own = dtype if spec.dtype is None else getattr(torch, spec.dtype)
                 vectors[name] = torch.empty(shape, dtype=own, device=device)
+                if not spec.parts:
+                    vectors[name].fill_(spec.offset)
                 continue
             own_make = make_matrix if spec.is_dense else make
             matrices[name] = own_make(format_of(spec, dtype_name, formats), shape, dtype, device)

@@ -207,6 +207,17 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "tie_word_embeddings": True,
          "sliding_window_pattern": 3},
     ),
+    "muse-glimmer": (  # gates of attention, an epsilon of norms of outputs, full layers without rotary embedding
+        "MuseGlimmerTextConfig",
+        {"sliding_window": 21, "head_dim": 20, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 54,
+         "num_hidden_layers": 5, "final_logit_softcapping": 5.0, "post_norm_eps": 0.3, "output_multiplier": 0.7},
+    ),
+    "muse-glimmer-panels": (
+        "MuseGlimmerTextConfig",
+        {"sliding_window": 40, "head_dim": 32, "intermediate_size": 64, "hidden_size": 64, "num_key_value_heads": 1,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+         "layer_rope_theta": [10000.0, 10000.0, 0]},
+    ),
     "gemma3n": (  # residual streams; of six layers the last two have the keys and values of others
         "Gemma3nTextConfig",
         {**GEMMA3N, "num_hidden_layers": 6, "num_kv_shared_layers": 2, "num_key_value_heads": 1, "laurel_rank": 12,
@@ -648,6 +659,12 @@ def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:
     config = class_of_transformers(class_name)(**changes)
     if class_name == "Mistral4Config":
         return transformers.Mistral4ForCausalLM(config)
+    if class_name == "MuseGlimmerTextConfig":  # which has no class without a tower
+        tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        around = transformers.MuseGlimmerConfig(
+            text_config=config, vision_config=tower, out_hidden_size=32, projector_hidden_size=8
+        )
+        return transformers.MuseGlimmerForConditionalGeneration(around)
     own = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}  # sdpa has no cap
     return transformers.AutoModelForCausalLM.from_config(config, **own)
 

@@ -249,6 +249,21 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
         {"vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}},
     ),
+    "MuseGlimmer": (
+        ARCHITECTURES["muse-glimmer"][1],
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+            },
+            "out_hidden_size": 128,
+            "projector_hidden_size": 24,
+            "tie_word_embeddings": False,
+        },
+    ),
     "Exaone4_5_": (
         {"model_type": "exaone4", "sliding_window": 33, "sliding_window_pattern": 2, "head_dim": 20},
         {

@@ -52,6 +52,7 @@ NEED_WINDOWS = (
     "Granite",
     "Kolibri",
     "Lfm3",
+    "MuseGlimmer",
     "Olmo3",
     "VaultGemma",
 )  # in some layers
@@ -130,6 +131,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith(("Gemma2", "VaultGemma")):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
+    if architecture.startswith("MuseGlimmer"):
+        found |= {"attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": random.choice([1e-8, 0.1])}
     if "SWA" in architecture:  # by kind of layers a base of rope, or none
         found |= {"rope_scaling": None, "layer_rope_theta": [
             random.choice([0.0, 1e4 if layer % 4 else 5e4]) for layer in range(layers)]}  # fmt: skip

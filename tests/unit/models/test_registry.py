@@ -34,6 +34,7 @@ LATENTS: dict[str, Any] = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_
 SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 5}
 KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
+MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
             "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -99,6 +100,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
              "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
              "rope_type": "llama3", "type": "llama3"}},
         8_053_338_240,  # with four numbers of each layer's activation
+    ),
+    "Muse-Glimmer-30B": (  # as the config classes of transformers have it
+        {"architectures": ["MuseGlimmerForConditionalGeneration"], "text_config": {
+            "final_logit_softcapping": 20.0, "head_dim": 128, "hidden_size": 6656, "intermediate_size": 19968,
+            "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 52,
+            "num_key_value_heads": 2, "post_norm_eps": 1e-8, "rms_norm_eps": 1e-5, "sliding_window": 2048,
+            "vocab_size": 202048}},
+        27_854_780_928,
     ),
     "LFM2-8B-A1B": (
         {"architectures": ["Lfm2MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 7168,
@@ -1100,6 +1109,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**APERTUS, "post_norm": True}, "post_norm is True; of this architecture it must be False"),
     ({**APERTUS, "qk_norm": False}, "qk_norm is False; of this architecture it must be True"),
     ({**APERTUS, "mlp_bias": True}, "mlp_bias is True; of this architecture it must be False"),
+    (
+        {**MUSE, "layer_rope_theta": [0, 1e4]},
+        r"layer_rope_theta is \[0, 10000.0\]; it must be a list of 0 and rope_theta",
+    ),
+    ({**MUSE, "layer_rope_theta": 7}, "layer_rope_theta is 7; it must be a list"),
+    ({**MUSE, "tie_word_embeddings": True}, "tie_word_embeddings is True; of this architecture it must be False"),
+    ({**MUSE, "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; of this architecture it must be 'silu'"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1203,7 +1219,7 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n")
+TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer")
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM", "VaultGemmaForCausalLM")  # fmt: skip
@@ -1299,6 +1315,10 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"sliding_window": 77, "attention_bias": False, "num_kv_shared_layers": 0, "altup_num_inputs": 3,
                      "laurel_rank": 12, "rope_local_base_freq": 3e4, "final_logit_softcapping": 7.0,
                      "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 900,
+                     "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
+    if "MuseGlimmer" in architecture:
+        settings |= {"sliding_window": 77, "attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": 0.1,
+                     "final_logit_softcapping": 7.0, "output_multiplier": 0.3, "qk_scale_factor": 2.0,
                      "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
     if architecture == "ArceeForCausalLM":
         settings |= {"hidden_act": "relu2", "mlp_bias": False}

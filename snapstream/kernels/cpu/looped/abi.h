@@ -140,6 +140,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t scaled_from;  // queries at positions from here on are multiplied (query_scale in step.h); 0: none are
     float query_beta;
     float dynamic_factor, dynamic_theta, rope_scale, eps;
+    float out_eps;  // of norms of outputs
     float unrotated_scale;  // of queries and keys in layers without rotary embedding
     // Of hidden states that enter layer 0; of outputs before they are added to the residual stream; of logits.
     float embed_multiplier, residual_multiplier, logits_multiplier;

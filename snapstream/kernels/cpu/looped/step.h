@@ -77,7 +77,7 @@ inline float norm_factor(const float* x, int64_t count, float eps) {
 
 // Adds the norm of own [D], times `share`, to x.
 inline void add_norm(const Work& w, const float* own, const float* norm, float* x, float share = 1.0f) {
-    const float factor = share * norm_factor(own, w.model.hidden, w.model.eps);
+    const float factor = share * norm_factor(own, w.model.hidden, w.model.out_eps);
     for (int64_t i = 0; i < w.model.hidden; ++i) x[i] += own[i] * factor * norm[i];
 }
 
