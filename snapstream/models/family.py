@@ -128,6 +128,10 @@ def refuse_absent_window(settings: Settings) -> list[str]:
     return [] if settings.get("sliding_window") is not None else ["sliding_window is null; it must be a whole number"]
 
 
+def cap_of(settings: Settings, name: str) -> float | None:
+    return None if settings.get(name) is None else number(settings, name, above=0.0)
+
+
 def other_values(settings: Settings, known: Settings) -> list[str]:
     """Refusals of fields that must have one value, or be absent: others would change the model, whoever reads them."""
     return [
@@ -135,6 +139,12 @@ def other_values(settings: Settings, known: Settings) -> list[str]:
         for name, value in known.items()
         if settings.get(name, value) != value
     ]
+
+
+def refuse_clipping(settings: Settings) -> list[str]:
+    """Refusals of families whose config classes have clip_qkv."""
+    limit = settings.get("clip_qkv")
+    return [] if limit is None else [f"clip_qkv is {limit!r}; clipped projections are not supported"]
 
 
 def sliding_window(settings: Settings) -> int | None:

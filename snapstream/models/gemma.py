@@ -20,6 +20,7 @@ from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
+    cap_of,
     num_layers,
     other_values,
     refuse_absent_window,
@@ -31,10 +32,10 @@ from snapstream.models.tensors import (
     TensorSpecs,
     decoder_tensors,
     norm,
-    ones,
     renamed,
     vector,
     with_gates_apart,
+    without_norm_weights,
 )
 
 _NORMS = LayerNorms(
@@ -49,16 +50,12 @@ def _multipliers(settings: Settings) -> Multipliers:
     return Multipliers(embedding=math.sqrt(max(hidden, 1)), attention=math.sqrt(max(head_dim, 1) / scale))
 
 
-def _cap(settings: Settings, name: str) -> float | None:
-    return None if settings.get(name) is None else number(settings, name, above=0.0)
-
-
 def _gemma2(settings: Settings) -> Recipe:
     return {
         **attention_biases(settings), **windows_by_type(settings, lambda layer: layer % 2 == 0),
-        "activation": "gelu_tanh", "logit_cap": _cap(settings, "final_logit_softcapping"),
+        "activation": "gelu_tanh", "logit_cap": cap_of(settings, "final_logit_softcapping"),
         "multipliers": _multipliers(settings), "norm_offset": 1.0, "norms": _NORMS,
-        "score_cap": _cap(settings, "attn_logit_softcapping"),
+        "score_cap": cap_of(settings, "attn_logit_softcapping"),
     }  # fmt: skip
 
 
@@ -98,7 +95,7 @@ def _normed_heads(settings: Settings) -> Recipe:
     return {
         "activation": "gelu_tanh", "kv_sources": _kv_sources(settings), "has_value_norm": True,
         "has_unscaled_scores": True, "per_layer_dim": whole_number(settings, "hidden_size_per_layer_input", 0),
-        "logit_cap": _cap(settings, "final_logit_softcapping"),
+        "logit_cap": cap_of(settings, "final_logit_softcapping"),
         "multipliers": Multipliers(embedding=math.sqrt(max(hidden, 1))), "norms": _NORMS, "qk_norm": True,
         "max_position": whole_number(settings, "max_position_embeddings"),
     }  # fmt: skip
@@ -297,7 +294,7 @@ def _muse(settings: Settings) -> Recipe:
         **windows_by_type(settings, lambda layer: False), "qk_norm": True, "norm_offset": 1.0, "norms": _NORMS,
         "out_norm_eps": number(settings, "post_norm_eps", above=0.0, most=1.0),
         "rotated_layers": tuple(theta != 0 for theta in settings["layer_rope_theta"]),
-        "gate_dim": whole_number(settings, "head_dim"), "logit_cap": _cap(settings, "final_logit_softcapping"),
+        "gate_dim": whole_number(settings, "head_dim"), "logit_cap": cap_of(settings, "final_logit_softcapping"),
         "multipliers": Multipliers(
             attention=number(settings, "qk_scale_factor", above=0.0),
             logits=number(settings, "output_multiplier", above=0.0),
@@ -317,10 +314,10 @@ def _muse_refusals(settings: Settings) -> list[str]:
 
 def _muse_tensors(config: ModelConfig) -> TensorSpecs:
     """The embedding and the heads have norms without weights; those of the last norm are its factors."""
-    specs = with_gates_apart(config, decoder_tensors(config))
+    specs = without_norm_weights(with_gates_apart(config, decoder_tensors(config)), ("q_norm", "k_norm"))
     return {
-        **specs, "embed": replace(specs["embed"], row_eps=config.rms_norm_eps), "q_norm": ones(specs["q_norm"]),
-        "k_norm": ones(specs["k_norm"]), "final_norm": replace(specs["final_norm"], offset=0.0),
+        **specs, "embed": replace(specs["embed"], row_eps=config.rms_norm_eps),
+        "final_norm": replace(specs["final_norm"], offset=0.0),
     }  # fmt: skip
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from snapstream.config import ModelConfig
 from snapstream.config.model import MAX_DIM, LayerNorms
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
+    cap_of,
     other_values,
+    refuse_clipping,
     windows_by_type,
     windows_of_all_layers,
 )
 from snapstream.models.mixtures import HUNYUAN_NAMES, hunyuan_settings
-from snapstream.models.tensors import decoder_tensors, renamed
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed, without_norm_weights
 
 
 def _llama(settings: Settings) -> Recipe:
@@ -40,11 +45,6 @@ def _internlm3_refusals(settings: Settings) -> list[str]:
     if biases["qkv_bias"] == biases["mlp_bias"]:
         return []
     return [f"qkv_bias is {biases['qkv_bias']} and bias is {biases['mlp_bias']}; only both or none are supported"]
-
-
-def _iquest_refusals(settings: Settings) -> list[str]:
-    limit = settings.get("clip_qkv")
-    return [] if limit is None else [f"clip_qkv is {limit!r}; clipped projections are not supported"]
 
 
 def _ernie(settings: Settings) -> Recipe:
@@ -105,6 +105,28 @@ def _apertus(settings: Settings) -> Recipe:
     return {**attention_biases(settings), "activation": "xielu", "norms": norms, "qk_norm": True}
 
 
+def _nanochat(settings: Settings) -> Recipe:
+    cap = cap_of(settings, "final_logit_softcapping")
+    return {"activation": "relu2", "logit_cap": cap, "norms_after_rope": True, "qk_norm": True}
+
+
+def _nanochat_tensors(config: ModelConfig) -> TensorSpecs:
+    """No norm has weights, and the embedding has one. Heads are turned backwards: as if their halves were exchanged."""
+    specs = renamed(without_norm_weights(decoder_tensors(config)), {"up_proj.": "fc1.", "down_proj.": "fc2."})
+    size = config.head_dim
+    order = {
+        f"self_attn.{name}_proj.weight": tuple(
+            first + (i + size // 2) % size for first in range(0, count * size, size) for i in range(size)
+        )
+        for name, count in (("q", config.num_heads), ("k", config.num_kv_heads))
+    }
+    return {
+        **specs,
+        "embed": replace(specs["embed"], row_eps=config.rms_norm_eps),
+        "qkv": replace(specs["qkv"], row_order=order),
+    }
+
+
 LLAMA = Family(defaults={"bos_token_id": 1, "eos_token_id": 2}, recipe=_llama)
 CWM = Family(
     defaults={
@@ -137,6 +159,15 @@ HUNYUAN_DENSE = Family(
     recipe=lambda settings: {**attention_biases(settings), "qk_norm": True, "norms_after_rope": True},
     tensors=lambda config: renamed(decoder_tensors(config), HUNYUAN_NAMES),
 )
+NANOCHAT = Family(
+    defaults={"bos_token_id": 0, "eos_token_id": 1, "final_logit_softcapping": 15.0, "hidden_act": "relu2"},
+    recipe=_nanochat,
+    refusals=lambda settings: other_values(
+        settings, {"hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False}
+    ),
+    has_own_activation=True,
+    tensors=_nanochat_tensors,
+)
 INTERNLM3 = Family(
     defaults={"bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5},
     recipe=_internlm3,
@@ -150,7 +181,7 @@ HELIUM = Family(
 IQUEST_CODER = Family(
     defaults={**LLAMA.defaults, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     recipe=_llama,
-    refusals=_iquest_refusals,
+    refusals=refuse_clipping,
 )
 SEED_OSS = Family(
     defaults={

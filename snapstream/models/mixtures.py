@@ -19,6 +19,7 @@ from snapstream.models.family import (
     other_values,
     read_sigmoid_moe,
     refuse_absent_window,
+    refuse_clipping,
     ropes_by_kind,
     windows_by_type,
 )
@@ -118,11 +119,6 @@ def _olmoe(settings: Settings) -> Recipe:
         normalise=flag(settings, "norm_topk_prob"),
     )
     return {**attention_biases(settings), "has_whole_qk_norm": True, "moe": moe}
-
-
-def _olmoe_refusals(settings: Settings) -> list[str]:
-    limit = settings.get("clip_qkv")
-    return [] if limit is None else [f"clip_qkv is {limit!r}; clipped projections are not supported"]
 
 
 def _hy3(settings: Settings) -> Recipe:
@@ -346,7 +342,7 @@ ERNIE4_5_MOE = Family(
 OLMOE = Family(
     defaults={"eos_token_id": 50279, "num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
     recipe=_olmoe,
-    refusals=_olmoe_refusals,
+    refusals=refuse_clipping,
     has_experts=True,
 )
 HY_V3 = Family(

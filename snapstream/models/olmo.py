@@ -1,4 +1,4 @@
-"""OLMo 2, 3 and hybrid, and EXAONE 4: norms after attention and MLP instead of before. No torch."""
+"""OLMo; OLMo 2, 3 and hybrid, and EXAONE 4: norms after attention and MLP instead of before. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from snapstream.models.family import (
     attention_biases,
     num_layers,
     refuse_absent_window,
+    refuse_clipping,
     ropes_by_kind,
     windows_by_type,
 )
 from snapstream.models.qwen_next import ATTENTION, LINEAR, delta_net, delta_tensors
-from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed, without_norm_weights
 
 _NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 _OLMO3_THETA = 500000.0
@@ -103,6 +104,14 @@ def exaone_refusals(settings: Settings) -> list[str]:
     return [f"sliding_window_pattern is {pattern!r}; without layer_types it must be a whole number >= 1"]
 
 
+# Norms are LayerNorms without weights, and with an epsilon that no file says.
+OLMO = Family(
+    defaults={"eos_token_id": 50279},
+    rewrite=lambda settings: {**settings, "rms_norm_eps": 1e-5},
+    recipe=lambda settings: {**attention_biases(settings), "is_centered": True},
+    refusals=refuse_clipping,
+    tensors=lambda config: without_norm_weights(decoder_tensors(config)),
+)
 OLMO2 = Family(defaults=_DEFAULTS, recipe=_olmo2)
 OLMO3 = Family(
     defaults={**_DEFAULTS, "rope_theta": _OLMO3_THETA, "sliding_window": 4096}, recipe=_olmo3,

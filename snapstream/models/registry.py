@@ -71,6 +71,7 @@ from snapstream.models.llama import (
     INTERNLM3,
     IQUEST_CODER,
     LLAMA,
+    NANOCHAT,
     PHI3,
     SEED_OSS,
     SMOLLM3,
@@ -90,7 +91,7 @@ from snapstream.models.mixtures import (
     OLMOE,
 )
 from snapstream.models.nemotron import NEMOTRON_H
-from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO2, OLMO3, OLMO_HYBRID
+from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO, OLMO2, OLMO3, OLMO_HYBRID
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
 from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
 from snapstream.models.qwen_next import (
@@ -146,6 +147,7 @@ FAMILIES: Registry[Family] = Registry(
         "CohereForCausalLM": COHERE,
         "Cohere2ForCausalLM": COHERE2,
         "Cohere2MoeForCausalLM": COHERE2_MOE,
+        "NanoChatForCausalLM": NANOCHAT,
         "SeedOssForCausalLM": SEED_OSS,
         "InternLM3ForCausalLM": INTERNLM3,
         "HeliumForCausalLM": HELIUM,
@@ -192,6 +194,7 @@ FAMILIES: Registry[Family] = Registry(
         "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "NemotronHForCausalLM": NEMOTRON_H,
+        "OlmoForCausalLM": OLMO,
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": OLMO3,
         "OlmoHybridForCausalLM": OLMO_HYBRID,

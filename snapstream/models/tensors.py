@@ -143,9 +143,10 @@ def norm(config: ModelConfig, size: int, name: str) -> TensorSpec:
     return replace(vector(size, name), offset=config.norm_offset, dtype=dtype)
 
 
-def ones(spec: TensorSpec) -> TensorSpec:
-    """A norm without weights, in the place of one that has some."""
-    return replace(spec, parts={}, row_order={}, offset=1.0)
+def without_norm_weights(specs: TensorSpecs, names: Sequence[str] | None = None) -> TensorSpecs:
+    """``specs`` whose norms of these names, or all of them, are 1."""
+    norms = [name for name in specs if name.endswith("norm")] if names is None else names
+    return {**specs, **{name: replace(specs[name], parts={}, row_order={}, offset=1.0) for name in norms}}
 
 
 def gate_up_parts(prefix: str, kind: str, inner: int, *, has_gate: bool = True) -> dict[str, tuple[Place, ...]]:

@@ -101,7 +101,7 @@ def check(pool: Pool, asked: Asked, tolerance: float = TOLERANCE) -> None:
 DENSE = (
     "llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases", "ernie", "granite", "exaone4",
     "gemma2-panels", "gemma3-panels", "cohere2-panels", "ministral3-halves", "granite-swa", "arcee", "glm",
-    "hyperclova-x", "apertus", "muse-glimmer-panels",
+    "hyperclova-x", "apertus", "muse-glimmer-panels", "nanochat-panels",
 )  # fmt: skip
 
 

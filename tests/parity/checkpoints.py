@@ -153,6 +153,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("GlmConfig", {"head_dim": 20, "num_attention_heads": 6}),
     "glm4": ("Glm4Config", {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 6}),
+    "olmo": ("OlmoConfig", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
     "olmo2": ("Olmo2Config", {"num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}),
     "olmo3": (
         "Olmo3Config",
@@ -488,6 +489,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
     "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
     "helium": ("HeliumConfig", {"head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
+    "nanochat": (  # no norm has weights; turned backwards
+        "NanoChatConfig",
+        {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 60, "final_logit_softcapping": 5.0},
+    ),
+    "nanochat-panels": ("NanoChatConfig", {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1}),
     "iquest-coder": ("IQuestCoderConfig", {"head_dim": 20, "num_key_value_heads": 1}),
     "glm4-moe": (
         "Glm4MoeConfig",

@@ -57,7 +57,7 @@ NEED_WINDOWS = (
     "VaultGemma",
 )  # in some layers
 OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2",
-                     "ApertusForCausalLM": "xielu"}  # fmt: skip
+                     "ApertusForCausalLM": "xielu", "NanoChatForCausalLM": "relu2"}  # fmt: skip
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -86,7 +86,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     layers, kv_heads, vocab = size.any(1, 3), size.any(1, 4), size.any(3, 300)
     heads = kv_heads * size.any(1, 5)
     rope = LENGTH_SCALE if architecture.startswith(NEED_LENGTH_SCALE) else random.choice(ROPES)
-    if architecture.startswith("HunYuan") and rope and rope["rope_type"] in ("yarn", "longrope"):
+    if architecture.startswith(("HunYuan", "NanoChat")) and rope and rope["rope_type"] in ("yarn", "longrope"):
         rope = None
     found: dict[str, Any] = {
         "architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower(),
@@ -97,7 +97,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         "rope_scaling": rope, "sliding_window": None, "tie_word_embeddings": random.random() < 0.3,
         "max_position_embeddings": 64 if rope and rope["rope_type"] == "dynamic" else 8192,
         "attention_bias": random.random() < 0.5 and "Afmoe" not in architecture,
-        "mlp_bias": random.random() < 0.5 and not architecture.startswith(("HYV3", "Arcee", "Apertus")),
+        "mlp_bias": random.random() < 0.5 and not architecture.startswith(("HYV3", "Arcee", "Apertus", "NanoChat")),
         "no_rope_layers": random.choices([0, 1], k=layers),
     }  # fmt: skip
     part = family.defaults.get("partial_rotary_factor", 1.0) if family.is_partly_rotated else 1.0
@@ -131,7 +131,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith(("Gemma2", "VaultGemma")):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
-    if architecture.startswith("MuseGlimmer"):
+    if architecture.startswith(("MuseGlimmer", "NanoChat")):
         found |= {"attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": random.choice([1e-8, 0.1])}
     if "SWA" in architecture:  # by kind of layers a base of rope, or none
         found |= {"rope_scaling": None, "layer_rope_theta": [

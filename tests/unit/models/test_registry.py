@@ -35,6 +35,7 @@ SMOLLM3 = {**LLAMA, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smol
 KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear"}
 APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
+NANOCHAT = {**LLAMA, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
             "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -1116,6 +1117,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**MUSE, "layer_rope_theta": 7}, "layer_rope_theta is 7; it must be a list"),
     ({**MUSE, "tie_word_embeddings": True}, "tie_word_embeddings is True; of this architecture it must be False"),
     ({**MUSE, "hidden_activation": "gelu"}, "hidden_activation is 'gelu'; of this architecture it must be 'silu'"),
+    ({**NANOCHAT, "tie_word_embeddings": True}, "tie_word_embeddings is True; of this architecture it must be False"),
+    ({**NANOCHAT, "rope_scaling": YARN}, "rope yarn.* not supported with norms of queries and keys after the rotation"),
+    ({**LLAMA, "architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1322,6 +1326,9 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
     if architecture == "ArceeForCausalLM":
         settings |= {"hidden_act": "relu2", "mlp_bias": False}
+    if architecture == "NanoChatForCausalLM":
+        settings |= {"hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False,
+                     "final_logit_softcapping": 7.0}  # fmt: skip
     if architecture == "ApertusForCausalLM":
         settings["hidden_act"] = "xielu"
         settings.pop("rope_theta")  # without rope settings its config class ignores it
