@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from snapstream.config.model import LatentConfig, LayerNorms, MoEConfig
 from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
@@ -179,6 +180,7 @@ def latent_refusals(settings: Settings) -> list[str]:
 
 DEEPSEEK_V2 = Family(defaults=_V2_DEFAULTS, recipe=_deepseek_v2, refusals=_deepseek_v2_refusals, has_experts=True)
 DEEPSEEK_V3 = Family(defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)
+KIMI_K25 = replace(DEEPSEEK_V3, is_text_part=True)
 DEEPSEEK_V32 = with_indexer(V3_DEFAULTS)
 YOUTU = Family(
     defaults={**_LATENTS, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},

@@ -30,7 +30,7 @@ from snapstream.models.config_json import (
     token_ids,
     whole_number,
 )
-from snapstream.models.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, YOUTU
+from snapstream.models.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K25, YOUTU
 from snapstream.models.falcon import FALCON_H1
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gemma import (
@@ -111,6 +111,8 @@ FAMILIES: Registry[Family] = Registry(
         "DeepseekV3ForCausalLM": DEEPSEEK_V3,
         "DeepseekV32ForCausalLM": DEEPSEEK_V32,
         "AXK1ForCausalLM": AXK1,
+        "KimiK25ForConditionalGeneration": KIMI_K25,  # as published, and as transformers has it
+        "Kimi_K25ForConditionalGeneration": KIMI_K25,
         "YoutuForCausalLM": YOUTU,
         "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
         "GlmMoeDsaForCausalLM": GLM_MOE_DSA,

@@ -249,6 +249,19 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
         {"vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}},
     ),
+    "Kimi_K25": (
+        {"model_type": "deepseek_v3", **ARCHITECTURES["kimi-k2"][1]},
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 40,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "patch_size": 4,
+            },
+            "tie_word_embeddings": False,
+        },
+    ),
     "MuseGlimmer": (
         ARCHITECTURES["muse-glimmer"][1],
         {
@@ -307,6 +320,10 @@ def test_the_text_part_of_a_checkpoint_with_a_vision_tower(
             if "norm" in key:
                 value.copy_((0.0 if name in ("Gemma3", "Qwen3_5") else 1.0) + 0.3 * torch.randn_like(value))
     folder = save(model, tmp_path)
+    if name == "Kimi_K25":  # transformers 5.23 saves layers of the text part by the name of those of the tower
+        tensors = load_file(file := folder / "model.safetensors")
+        renamed = {key.replace("model.blocks.", "model.layers."): own for key, own in tensors.items()}
+        save_file(renamed, file, {"format": "pt"})
     with caplog.at_level("INFO"):
         decoder = load(folder)
     assert "tensors of towers for images or sound are not loaded" in caplog.text

@@ -1229,14 +1229,16 @@ WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM", "VaultGemmaForCausalLM")  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK1ForCausalLM",
-                "KimiLinearForCausalLM")  # fmt: skip
+                "KimiLinearForCausalLM", "KimiK25ForConditionalGeneration",
+                "Kimi_K25ForConditionalGeneration")  # fmt: skip
 
 
 def config_class_of(architecture: str) -> Any:
     from tests.parity.checkpoints import class_of_transformers  # loads torch
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
-    names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3"}
+    names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3",
+             "KimiK25": "DeepseekV3", "Kimi_K25": "DeepseekV3"}  # fmt: skip
     name = names.get(name, name)  # that of its text_config
     is_text = architecture in TEXT_CONFIGS or name.startswith(TEXT_NAMES)
     return class_of_transformers(name + ("TextConfig" if is_text else "Config"))
