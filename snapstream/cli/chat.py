@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags
+from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags, ModelOrTiny
 from snapstream.cli.generate import summary
 from snapstream.config import EngineOptions
 from snapstream.config.engine import setting
@@ -98,12 +98,7 @@ class ChatFlags:
 def chat(
     flags: Annotated[ChatFlags, SAMPLING],
     engine: Annotated[EngineOptions, ENGINE],
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Checkpoint folder, GGUF file or hub id. Default: the shipped tiny one.", show_default=False
-        ),
-    ] = None,
+    model: ModelOrTiny = None,
 ) -> None:
     params = flags.sampling()
     from snapstream.llm import LLM

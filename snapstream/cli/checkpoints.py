@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.flags import decode_text, whole_number, whole_option
+from snapstream.cli.flags import Model, decode_text, whole_number, whole_option
 from snapstream.config.values import DType
 from snapstream.config.weights import DEFAULT_GROUP, QuantizedDType, WeightFormat, describe_layers
 from snapstream.models.hub import local_folder
@@ -57,7 +57,7 @@ Examples:
 
 
 def calibrate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
+    model: Model,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="File to write. Default: in the cache folder, where --heads auto looks."),

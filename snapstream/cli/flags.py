@@ -78,6 +78,11 @@ ENGINE_ALIASES = {
 }
 ONE_SEQUENCE_ALIASES = ENGINE_ALIASES | {"max_model_len": ("--ctx-size", "-c")}  # llama.cpp divides it among slots
 SAMPLING_ALIASES = {"max_tokens": ("--n-predict", "-n"), "temperature": ("--temp",), "seed": ("-s",)}
+_MODEL = "Checkpoint folder, GGUF file or hub id."
+Model = Annotated[Path, typer.Argument(help=_MODEL, show_default=False)]
+ModelOrTiny = Annotated[
+    Path | None, typer.Argument(help=f"{_MODEL} Default: the shipped tiny one.", show_default=False)
+]
 MODEL_FLAGS = ("--model", "-m")  # of commands whose first argument is MODEL
 # Flags of vLLM and llama.cpp that have no equal here, and what to use.
 OTHER_FLAGS = {

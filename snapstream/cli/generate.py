@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags, read_input
+from snapstream.cli.flags import ONE_SEQUENCE_ALIASES, SAMPLING_ALIASES, Flags, Model, read_input
 from snapstream.config import EngineOptions
 from snapstream.config.engine import setting
 from snapstream.config.values import format_bytes
@@ -60,7 +59,7 @@ REQUEST = Flags(aliases=SAMPLING_ALIASES | {"file": ("-f",)})
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
+    model: Model,
     flags: Annotated[GenerateFlags, REQUEST],
     engine: Annotated[EngineOptions, ENGINE],
     prompt: Annotated[

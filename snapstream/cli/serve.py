@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.cli.flags import ENGINE_ALIASES, Flags, number, whole_option
+from snapstream.cli.flags import ENGINE_ALIASES, Flags, Model, ModelOrTiny, number, whole_option
 from snapstream.config import EngineOptions
 from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
@@ -51,12 +51,7 @@ PATIENCE_S = 300.0  # for rank 0 to be there, where this process is another rank
 def serve(
     engine: Annotated[EngineOptions, ENGINE],
     options: ServeOptions,
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Checkpoint folder, GGUF file or hub id. Default: the shipped tiny one.", show_default=False
-        ),
-    ] = None,
+    model: ModelOrTiny = None,
 ) -> None:
     folder = TINY_MODEL if model is None else local_folder(model)
     if options.draft is not None:
@@ -102,7 +97,7 @@ POLL_S = 0.1
 
 def worker(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where rank 0 listens.", show_default=False)],
-    model: Annotated[Path, typer.Argument(help="Checkpoint folder, GGUF file or hub id.", show_default=False)],
+    model: Model,
     ranks: Annotated[
         int, whole_option("Ranks on this machine, one process each; on GPUs, one per GPU from the first.")
     ] = 1,
