@@ -51,18 +51,6 @@ def _table_line(row: RowPlan) -> tuple[str, ...]:
     )
 
 
-def _short_chunks(plan: Plan) -> str:
-    if plan.short_chunk_len == plan.chunk_len:
-        return ""
-    return f" (short prompts: of {plan.short_chunk_len:,})"
-
-
-def _dequantized_layer(plan: Plan) -> str:
-    if not plan.dequantized_bytes:
-        return ""
-    return f"; prefill dequantizes a layer to {plan.dtype} in {format_bytes(plan.dequantized_bytes)}"
-
-
 def _draft_costs(plan: Plan) -> list[tuple[str, str]]:
     if plan.draft is None:
         return []
@@ -79,12 +67,6 @@ def _prefix_costs(plan: Plan) -> list[tuple[str, str]]:
         ("prefixes", f"{format_bytes(prefix.store_bytes)} on the host hold {holds}"),
         ("", f"  a hit copies {format_bytes(prefix.prompt_bytes)}"),
     ]
-
-
-def _staged(expanded_bytes: int) -> str:
-    if not expanded_bytes:
-        return "keys and values"
-    return f"latents, {format_bytes(expanded_bytes)} of it keys and values of every head"
 
 
 def _rank_costs(plan: Plan) -> list[tuple[str, str]]:
@@ -112,6 +94,13 @@ def _rank_costs(plan: Plan) -> list[tuple[str, str]]:
 
 def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
     prefill = plan.prefill
+    weights = f"{format_bytes(plan.weight_bytes)} in {plan.weights}"
+    if plan.dequantized_bytes:
+        weights += f"; prefill dequantizes a layer to {plan.dtype} in {format_bytes(plan.dequantized_bytes)}"
+    short = "" if plan.short_chunk_len == plan.chunk_len else f" (short prompts: of {plan.short_chunk_len:,})"
+    staged = "keys and values"
+    if prefill.expanded_bytes:
+        staged = f"latents, {format_bytes(prefill.expanded_bytes)} of it keys and values of every head"
     return [
         (
             "model",
@@ -119,16 +108,16 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
             f"{plan.active_parameters / 1e6:,.1f}M per token",
         ),
         *_rank_costs(plan),
-        ("weights", f"{format_bytes(plan.weight_bytes)} in {plan.weights}{_dequantized_layer(plan)}"),
+        ("weights", weights),
         (
             "cache",
             f"{format_bytes(plan.token_bytes)} per token{'' if plan.kv_dtype == 'auto' else f' in {plan.kv_dtype}'}",
         ),
         *([("", f"  {plan.windows}")] if plan.windows else []),
-        ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{_short_chunks(plan)}"),
+        ("prompt", f"{plan.prompt_len:,} tokens, prefilled in chunks of {plan.chunk_len:,}{short}"),
         ("prefill", f"{format_bytes(prefill.total_bytes)} at peak, without weights and rows:"),
         ("", f"  {format_bytes(prefill.hidden_bytes)} hidden states"),
-        ("", f"  {format_bytes(prefill.staging_bytes)} staging of one layer's {_staged(prefill.expanded_bytes)}"),
+        ("", f"  {format_bytes(prefill.staging_bytes)} staging of one layer's {staged}"),
         ("", f"  {format_bytes(prefill.transient_bytes)} temporaries"),
         *(
             [("", f"  {format_bytes(prefill.query_bytes)} queries of one layer, for hops")]

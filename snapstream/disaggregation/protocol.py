@@ -190,13 +190,10 @@ class RowHeader:
     def check(self, sent: RowHeader) -> None:
         """WireError, with both values, unless what was sent is the row that is expected."""
         check_fingerprints(self.fingerprint, sent.fingerprint, "the sender")
-        for name in (*_COUNTS, "budget", "layer_bytes"):
+        for name in ("prompt_len", "num_layers", "hidden_bytes", "budget", "layer_bytes"):
             own, theirs = getattr(self, name), getattr(sent, name)
             if own != theirs:
                 raise WireError(f"{name} is {str(theirs)[:200]}; the row of this ticket has {str(own)[:200]}")
-
-
-_COUNTS = ("prompt_len", "num_layers", "hidden_bytes")
 
 
 HEADER = "x-snapstream-proof"  # digest of the body, and MAC of it and the path, both as hex

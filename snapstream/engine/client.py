@@ -21,7 +21,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import RequestDelta, grow
@@ -331,9 +331,12 @@ class EngineThread:
 
         If it raises, including KeyboardInterrupt, its requests have been removed from the engine.
         """
+        from tqdm import tqdm
+
         client, news = self.client, SimpleQueue[News]()
         readers = [OutputReader(request, news) for request in requests]
-        num_left, bar = len(readers), _progress_bar(len(readers), shows_progress)
+        num_left = len(readers)
+        bar = tqdm(total=num_left, desc="prompts", unit="prompt", disable=not shows_progress or num_left < 2)
         try:
             if readers:
                 client.submit_batch(requests, readers)
@@ -405,9 +408,3 @@ def _stop_threads() -> None:
         inbox.put(Stop())
         if thread is not threading.current_thread():
             thread.join(EXIT_S)
-
-
-def _progress_bar(total: int, wanted: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="prompts", unit="prompt", disable=not wanted or total < 2)

@@ -344,7 +344,10 @@ class Engine:
             self._pending = planned, self.runner.submit(planned.plan)
         elif previous is None and self._prefixes is not None:
             self._prefixes.wait_for_disk()
-        self._issue_tickets(planned)
+        now = self._clock() if planned.reserved else 0.0
+        for live in planned.reserved:
+            live.start(now)
+            self._transfers.issue(live)
         if previous is not None:
             self._handle_result(previous[0], previous[1].result())
         return self._take_outputs()
@@ -356,12 +359,6 @@ class Engine:
             for sample in live.samples:
                 sample.end(FinishReason.ERROR if problem else FinishReason.STOP, problem or None)
             self._remove(live)
-
-    def _issue_tickets(self, planned: PlannedStep) -> None:
-        now = self._clock() if planned.reserved else 0.0
-        for live in planned.reserved:
-            live.start(now)
-            self._transfers.issue(live)
 
     def _remove(self, live: LiveRequest) -> None:
         """All samples of a request have ended at once, whatever its state."""

@@ -101,7 +101,9 @@ class ParallelRunner:
         """Run a plan on every rank. RankLost if one has ended; the engine is then unusable."""
         with _uninterrupted(), self._workers.step():
             plan = replace(plan, drafts=self.rank_0.runner.propose(plan))
-            self._workers.send(_for_workers(plan))
+            # Without received rows, which workers get layer by layer, in collectives.
+            rowless = tuple(replace(row, row=None) for row in plan.received)
+            self._workers.send(replace(plan, received=rowless))
             try:
                 return self.rank_0.submit(plan)
             except Exception:
@@ -116,11 +118,6 @@ class ParallelRunner:
     def close(self) -> None:
         """End the workers, and wait for their processes on this machine."""
         self._finalizer()
-
-
-def _for_workers(plan: StepPlan) -> StepPlan:
-    """Without received rows, which workers get layer by layer, in collectives."""
-    return replace(plan, received=tuple(replace(row, row=None) for row in plan.received))
 
 
 def _finalize(workers: WorkerRanks, leave: Callable[[], None]) -> None:

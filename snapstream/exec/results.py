@@ -288,7 +288,8 @@ class RowGrammars:
             except ValueError as error:  # it compiled when it was submitted
                 self._faults[row] = str(error)
         self._allow([row for row in entry.rows if row in self._matchers])
-        self._allow_all([row for row in entry.rows if row in self._faults])
+        if failed := [row for row in entry.rows if row in self._faults]:
+            self._state.allow(failed, torch.full((len(failed), 1), -1, dtype=torch.int32))  # every token
 
     def follow(self, rows: Sequence[int], tokens: HostCopy, step: SubmittedStep) -> None:
         """Tokens were sampled for ``rows``; ``step`` will report whose grammar ends with them."""
@@ -363,7 +364,3 @@ class RowGrammars:
         num_words = -(-self._state.vocab_size // 32)
         self._state.allow(rows, torch.from_numpy(words)[:, :num_words])
         return ends
-
-    def _allow_all(self, rows: list[int]) -> None:
-        if rows:
-            self._state.allow(rows, torch.full((len(rows), 1), -1, dtype=torch.int32))

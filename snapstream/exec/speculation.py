@@ -219,16 +219,13 @@ class Speculation:
         self._asked: dict[int, int] = {}
         self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
 
-    def _least_ring(self, entry: PrefillEntry) -> int:
-        """Slots of the smallest ring of any layer."""
-        return min([entry.budget.num_recent, *self._windows])
-
     def admit(self, entry: PrefillEntry) -> None:
         """The entry's rows hold its prompt, and their first tokens are drawn."""
         cache = self.parts.cache
         budgets: Collection[KVBudget] = (entry.budget,)
         if cache.heads is not None:
             budgets = cache.heads.slots.of(entry.budget, len(entry.token_ids)).distinct
+        least_ring = min([entry.budget.num_recent, *self._windows])  # of any layer
         for row in entry.rows:
             if self.drafter is not None:
                 self.drafter.forget(row)
@@ -237,7 +234,7 @@ class Speculation:
                 num_left=entry.sampling.max_tokens,
                 num_safe=min([*filter(None, cache.layer_slots), *(budget.capacity for budget in budgets)]),
                 # No two entries share a slot of a ring. A GPU would wait for a grammar's mask in every turn.
-                most=0 if entry.sampling.grammar and self.is_lazy else min(self.most, self._least_ring(entry) - 1),
+                most=0 if entry.sampling.grammar and self.is_lazy else min(self.most, least_ring - 1),
             )
 
     def propose(self, rows: tuple[int, ...], batch_rows: Tensor) -> tuple[tuple[int, ...], ...]:

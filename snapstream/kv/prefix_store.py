@@ -73,12 +73,10 @@ class PrefixBlocks:
         index, place = divmod(block, self._per_slab)
         with self._lock:  # the reader thread fills blocks too
             if index not in self._slabs:
-                self._slabs[index] = self._new_slab(index)
+                size = min(self._per_slab, self.num_blocks - index * self._per_slab), self._starts[-1]
+                dtype = getattr(torch, self.spec.dtype)
+                self._slabs[index] = torch.empty(size, dtype=dtype, pin_memory=self._pins)
         return self._slabs[index][place]
-
-    def _new_slab(self, index: int) -> Tensor:
-        size = min(self._per_slab, self.num_blocks - index * self._per_slab), self._starts[-1]
-        return torch.empty(size, dtype=getattr(torch, self.spec.dtype), pin_memory=self._pins)
 
     def piece(self, block: int, layer: int) -> Tensor:
         """One layer of a block, ``[elements]``; none if it has no slots of its own."""

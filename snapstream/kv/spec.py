@@ -190,10 +190,6 @@ class KVSpec:
         return 1 + max(index for index, layer in enumerate(self.layers) if not isinstance(layer, Shared))
 
     @property
-    def _staged_layers(self) -> tuple[Full, ...]:
-        return tuple(self.slots_of(index) for index in sorted(set(self.staging_places) - {-1}))
-
-    @property
     def slot_layer_indices(self) -> tuple[int, ...]:
         """Indices of the layers that have slots, ascending."""
         return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer, Full))
@@ -268,11 +264,6 @@ class KVSpec:
         return max(layer.key_size for layer in self._slot_layers)
 
     @property
-    def stored_size(self) -> int:
-        """Elements that all layers cache per token."""
-        return sum(layer.token_size for layer in self._slot_layers)
-
-    @property
     def number_bytes(self) -> int:
         """Bytes of one staged element."""
         return DTYPE_BYTES[self.dtype]
@@ -334,13 +325,13 @@ class KVSpec:
 
     def staging_bytes(self, num_tokens: int) -> int:
         """Bytes of ``num_tokens`` staged tokens: one layer of each size, and those that others share."""
-        sizes = sum(layer.token_size for layer in self._staged_layers)
+        sizes = sum(self.slots_of(index).token_size for index in set(self.staging_places) - {-1})
         return num_tokens * sizes * self.number_bytes + self.expanded_bytes(num_tokens)
 
     @property
     def prefix_token_bytes(self) -> int:
         """Bytes of one token in the prefix store: all layers in the staging dtype; latents are stored unexpanded."""
-        return self.stored_size * self.number_bytes
+        return sum(layer.token_size for layer in self._slot_layers) * self.number_bytes
 
     def stored_token_bytes(self, snapshot_len: int) -> int:
         """The same with a token's part of the snapshots of states, two for each ``snapshot_len`` tokens."""

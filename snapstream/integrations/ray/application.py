@@ -201,8 +201,9 @@ def deploy(config: DeployConfig, address: str | None) -> None:
 
 def check_served(host: str, port: int) -> None:
     """CannotDeploy if nothing listens there: Serve was already running in that cluster, at another address."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     try:
-        with socket.create_connection((_reached(host), port), CONNECT_S):
+        with socket.create_connection((reached, port), CONNECT_S):
             return
     except OSError:
         raise CannotDeploy(
@@ -252,10 +253,6 @@ def _signals() -> Iterator[_Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _reached(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def _replica_errors() -> str:

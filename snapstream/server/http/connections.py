@@ -171,10 +171,12 @@ class GuardedProtocol(H11Protocol):
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
         transport.set_write_buffer_limits(high=1, low=0)  # so that unsent bytes are noticed
-        limit_unsent(transport)
+        sock = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # else the system buffers megabytes for a client that reads nothing
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
         # asyncio does so only for sockets with proto IPPROTO_TCP, and those of socket.create_server have 0. Nagle's
         # algorithm and the client's delayed ACK would add 40 ms to every response on a kept-alive connection.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.conn = JoinedHead(lambda: self.loop.call_soon(self._write_head))
         self.app_state = {**self.app_state, ABORT: self.abort}
         if self.guard.connections.enter(self):
@@ -278,9 +280,3 @@ async def abort_connection(scope: Scope) -> None:
     if abort is not None:
         abort()
         await asyncio.Event().wait()
-
-
-def limit_unsent(transport: asyncio.BaseTransport) -> None:
-    """Else the system buffers megabytes for a client that reads nothing."""
-    if hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)

@@ -179,10 +179,6 @@ class ToolCallParser:
         self.num_calls += 1
         self._step = self._stream
 
-    @property
-    def _is_full(self) -> bool:
-        return self._max_calls is not None and self.num_calls >= self._max_calls
-
     def _stream(self) -> bool:
         """Arguments, to their end."""
         end, piece = self._arguments.read(self._text, is_over=self._is_over)
@@ -213,7 +209,8 @@ class ToolCallParser:
                 self._text = ""
             return False
         self._is_next = True
-        self._step = self._drop if self._is_full else self._head
+        is_full = self._max_calls is not None and self.num_calls >= self._max_calls
+        self._step = self._drop if is_full else self._head
         return True
 
     def _rest(self) -> bool:

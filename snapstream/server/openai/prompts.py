@@ -50,11 +50,14 @@ def normalize(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> 
             raise bad_value(
                 f"messages[{index}].audio refers to a stored answer; this server stores no audio", "messages"
             )
-    return [{name: value for name, value in message.items() if _is_passed(name, value)} for message in conversation]
-
-
-def _is_passed(name: str, value: Any) -> bool:
-    return name in ("role", "content", "tool_calls") or (name in PASSED_TEXTS and isinstance(value, str))
+    return [
+        {
+            name: value
+            for name, value in message.items()
+            if name in ("role", "content", "tool_calls") or (name in PASSED_TEXTS and isinstance(value, str))
+        }
+        for message in conversation
+    ]
 
 
 UNTRUSTED = ("user", "tool")  # roles whose texts come from anywhere
