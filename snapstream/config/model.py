@@ -240,10 +240,11 @@ Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
 
 
 class HeadSizes(NamedTuple):
-    """Heads of keys and values in some of the layers."""
+    """Heads in some of the layers."""
 
     num_kv_heads: int
     head_dim: int  # of queries too
+    num_heads: int = 0  # of queries; 0: as many as in the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -476,6 +477,7 @@ class ModelConfig:
     # Numbers of a token whose sigmoid gates the output of a head of attention: head_dim, in the checkpoint behind each
     # query head (Qwen3-Next) or apart (Trinity), 1, of a projection of its own (LFM3), or 0: none.
     gate_dim: int = 0
+    has_softplus_gates: bool = False  # they are log(1 + e^x) in place of sigmoids (Laguna)
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -563,13 +565,10 @@ class ModelConfig:
             "an epsilon of norms of outputs without any, with experts, latents or residual streams is not supported",
         )
         ends = (self.norms.after_attention is None) == (self.norms.after_mlp is None)
+        is_alone = self.is_parallel or self.mlp_layers is not None
         check(
             (ends or self.norms_experts_alone)
-            and (
-                self.is_parallel
-                or self.mlp_layers is not None
-                or (self.norms.before_attention is None) == (self.norms.before_mlp is None)
-            ),
+            and (is_alone or (self.norms.before_attention is None) == (self.norms.before_mlp is None)),
             f"norms of a layer are at {self.norms}; attention and MLP must have the same places",
         )
         check(
@@ -591,21 +590,19 @@ class ModelConfig:
             "parallel attention and MLP, or LayerNorm, beside norms of outputs, queries or keys are not supported",
         )
         check(
-            (self.is_parallel or self.mlp_layers is not None) == (self.norms.before_mlp is None)
-            or not self.norms.has_inputs,
+            is_alone == (self.norms.before_mlp is None) or not self.norms.has_inputs,
             f"norms of a layer are at {self.norms}; only a parallel MLP has none of its own",
         )
         if (own := self.window_rope) is not None:
             check(self.windows is not None, "window_rope needs layers with sliding windows")
             check(not own.depends_on_length, f"rope {own.kind} is not supported in layers with sliding windows")
             check(
-                self.full_heads is None or self.rope.partial_rotary_factor == own.partial_rotary_factor == 1.0,
-                "heads that differ in size by layer must be rotated as a whole",
+                own.partial_rotary_factor == self.rope.partial_rotary_factor == 1.0
+                or (self.widest_head == self.head_dim and own.rotary_dim(self.head_dim) % 2 == 0),
+                "heads that differ in size by layer must be rotated as a whole, others in pairs",
             )
             check(
-                own.rotary_dim(self.head_dim) == self.rope.rotary_dim(self.head_dim)
-                and own.is_interleaved == self.rope.is_interleaved,
-                "layers with and without sliding windows must rotate the same numbers of a head",
+                own.is_interleaved == self.rope.is_interleaved, "heads of all layers must be rotated by the same pairs"
             )
         if self.length_scale is not None:
             check(
@@ -623,16 +620,17 @@ class ModelConfig:
     def _check_layer_sizes(self) -> None:
         """ValueError for parts in which layers differ and that do not go together."""
         if (own := self.full_heads) is not None:
-            check(self.windows is not None and self.latent is None, "full_heads needs layers with sliding windows")
+            has_own_ropes = self.window_rope is not None and self.windows is not None
+            check(has_own_ropes and not (self.latent or self.has_sinks), "full_heads needs a window_rope, and no sinks")
+            heads = own.num_heads or self.num_heads
             check(
-                own.num_kv_heads >= 1 and self.num_heads % own.num_kv_heads == 0,
-                f"num_heads ({self.num_heads}) is not a multiple of the {own.num_kv_heads} kv heads of full layers",
+                own.num_kv_heads >= 1 and heads % own.num_kv_heads == 0,
+                f"num_heads ({heads}) is not a multiple of the {own.num_kv_heads} kv heads of full layers",
             )
             check(
                 2 <= own.head_dim <= MAX_DIM and own.head_dim % 2 == 0,
                 f"heads of full layers have {own.head_dim} numbers; it must be even, from 2 to {MAX_DIM}",
             )
-        check(self.full_heads is None or self.window_rope is not None, "full_heads needs a window_rope")
         if self.kv_sources is not None:
             windows = self.layer_windows
             check(
@@ -677,12 +675,11 @@ class ModelConfig:
 
     @property
     def has_uneven_layers(self) -> bool:
-        """Whether layers differ in their heads, or share keys and values."""
-        return self.full_heads is not None or self.kv_sources is not None
+        """Whether layers differ in their heads of keys and values, or share these."""
+        return self.kv_sources is not None or len({own[:2] for own in self.all_heads}) > 1
 
     def heads_of(self, layer: int) -> HeadSizes:
-        own = HeadSizes(self.num_kv_heads, self.head_dim)
-        return own if self.full_heads is None or self.layer_windows[layer] is not None else self.full_heads
+        return self.all_heads[0 if self.layer_windows[layer] is not None else -1]
 
     def source_of(self, layer: int) -> int:
         """The layer whose keys and values a layer attends to."""
@@ -700,8 +697,13 @@ class ModelConfig:
     @property
     def all_heads(self) -> tuple[HeadSizes, ...]:
         """The distinct sizes of the heads of layers."""
-        own = HeadSizes(self.num_kv_heads, self.head_dim)
-        return (own,) if self.full_heads is None else (own, self.full_heads)
+        own, full = HeadSizes(self.num_kv_heads, self.head_dim, self.num_heads), self.full_heads
+        return (own,) if full is None else (own, full._replace(num_heads=full.num_heads or self.num_heads))
+
+    @property
+    def most_heads(self) -> int:
+        """Query heads in the layers that have most."""
+        return max(sizes.num_heads for sizes in self.all_heads)
 
     @property
     def has_layer_ends(self) -> bool:
@@ -768,10 +770,8 @@ class ModelConfig:
     def describe_windows(self) -> str:
         """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
         if self.has_parallel_recurrence:
-            return (
-                f"recurrent states: each of {self.num_layers} layers keeps a state of constant size and slots, "
-                "to which the budget applies"
-            )
+            kept = "a state of constant size and slots, to which the budget applies"
+            return f"recurrent states: each of {self.num_layers} layers keeps {kept}"
         layers, total, words = self.attention_layers, self.num_layers, []
         own = [layer for layer in layers if self.source_of(layer) == layer]
         sizes = [window for layer in own if (window := self.layer_windows[layer]) is not None]

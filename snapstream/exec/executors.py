@@ -41,7 +41,7 @@ def eager_batch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _activation_bytes(model: ModelConfig, config: EngineConfig) -> int:
-    heads = max((model.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
+    heads = max((own.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
     return (4 * model.hidden_size + 3 * heads + mlp_size(model)) * DTYPE_BYTES[config.dtype]
 
 
@@ -299,7 +299,7 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     around = config.weights and (config.weights.attention or config.weights.layers)
     if around and around.is_quantized and around.rounds_inputs:
         # the output of attention, to be rounded, or of recurrent layers
-        entry += max(model.num_heads * model.widest_head, _recurrent_sizes(model)[1])
+        entry += max(model.most_heads * model.widest_head, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     if num_drafted := max_batch(config) - config.max_rows:
@@ -310,7 +310,7 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
 
 
 def _dense_entry(model: ModelConfig, slots: int) -> int:
-    heads, latent = model.num_heads, model.latent
+    heads, latent = model.most_heads, model.latent
     attended = heads * (model.widest_head if latent is None else max(model.head_dim, latent.value_dim))
     q_rank = 0 if latent is None else latent.q_rank or 0
     inner, outer = _recurrent_sizes(model)
@@ -338,8 +338,8 @@ def _projected(model: ModelConfig, layer: int) -> int:
     """Numbers of a token's heads, and of their gates, as one layer projects them."""
     own, is_shared = model.heads_of(layer), model.source_of(layer) != layer
     sides = 1 if model.keys_are_values and model.layer_windows[layer] is None else 2
-    heads = (model.num_heads + (0 if is_shared else sides * own.num_kv_heads)) * own.head_dim
-    return model.num_heads * model.gate_dim + heads
+    heads = (own.num_heads + (0 if is_shared else sides * own.num_kv_heads)) * own.head_dim
+    return own.num_heads * model.gate_dim + heads
 
 
 def _recurrent_sizes(model: ModelConfig) -> tuple[int, int]:
@@ -387,7 +387,7 @@ def _scratch(model: ModelConfig) -> int:
     """Of one thread: the largest of its stages."""
     latent, moe = model.latent, model.moe
     if latent is None:
-        groups = [(model.num_heads // own.num_kv_heads, own.head_dim) for own in model.all_heads]
+        groups = [(own.num_heads // own.num_kv_heads, own.head_dim) for own in model.all_heads]
         attention = max(
             shared * size + max(shared * size, shared * (_PART_SLOTS + 2 * _LANES)) for shared, size in groups
         )

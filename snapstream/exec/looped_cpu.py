@@ -112,7 +112,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     recurrent.projected = max(own.recurrent_in.rows for own in parts)
     recurrent.mixed = max(own.recurrent_out.cols for own in parts)
     model = Model(
-        layers=config.num_layers, hidden=config.hidden_size, heads=config.num_heads, vocab=config.vocab_size,
+        layers=config.num_layers, hidden=config.hidden_size, heads=config.most_heads, vocab=config.vocab_size,
         kv_heads=max(own.num_kv_heads for own in config.all_heads), head_dim=config.widest_head,
         inner=config.widest_inner, parts=addressof(parts), embed=panels_of(decoder, "embed").stack,
         head=panels_of(decoder, "lm_head").stack, frequencies=address(rope.frequencies), rope_scale=rope.scale,
@@ -136,6 +136,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
         gate_dim=config.gate_dim, is_parallel=config.is_parallel, is_centered=config.is_centered,
+        has_softplus_gates=config.has_softplus_gates,
         scaled_from=0 if config.length_scale is None else config.length_scale.original,
         query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
         streams=num_streams, streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),
@@ -161,7 +162,7 @@ def _layer_parts(decoder: Decoder, made: Sequence[Mapping[str, Tensor | None]]) 
     recurrent = {DeltaNet: "delta", Mamba2: "mamba"}.get(type(config.recurrent), "conv")
     second = "input_norm" if config.is_parallel or config.mlp_layers is not None else "post_norm"
     for index in range(config.num_layers):
-        weights, (kv_heads, head_dim) = decoder.weights.layer(index), config.heads_of(index)
+        weights, (kv_heads, head_dim, heads) = decoder.weights.layer(index), config.heads_of(index)
         biases = {
             "qkv": weights.optional("qkv_bias"), "gate_up": weights.optional("gate_up_bias"),
             "o": bias_of_sum(weights.optional("o_bias"), group),
@@ -172,7 +173,8 @@ def _layer_parts(decoder: Decoder, made: Sequence[Mapping[str, Tensor | None]]) 
         stacks["qkv_rest"] = _layer_stack(weights, "qkv", 1)
         scale = 1.0 if config.has_unscaled_scores else head_dim**-0.5
         yield LayerParts(
-            kv_heads=kv_heads, head_dim=head_dim, inner=config.inner_of(index), source=config.source_of(index),
+            heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            inner=config.inner_of(index), source=config.source_of(index),
             values_are_keys=config.keys_are_values and config.layer_windows[index] is None, score_scale=scale,
             scalar=float(weights.vector("layer_scalar")) if config.has_layer_scalars else 1.0,
             per_layer_table=_layer_stack(weights, "embed_per_layer"),

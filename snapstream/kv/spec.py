@@ -109,7 +109,7 @@ class KVSpec:
     """The caches of all layers. Byte counts are totals over layers unless the name says otherwise."""
 
     layers: tuple[LayerCache, ...]
-    num_heads: int  # H, query heads
+    num_heads: int  # H, query heads; where layers differ, the most
     dtype: DType = "float32"  # of staging
     kv_dtype: KVDType = "auto"  # of rows
 
@@ -123,7 +123,7 @@ class KVSpec:
     def of(cls, model: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
         return cls(
             layers=tuple(_layer_cache(model, index) for index in range(model.num_layers)),
-            num_heads=model.num_heads,
+            num_heads=model.most_heads,
             dtype=dtype,
             kv_dtype=kv_dtype,
         )
@@ -362,7 +362,7 @@ def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
         return Latent(
             num_kv_heads=1, key_dim=latent.latent_dim, value_dim=latent.kv_rank, expanded_dim=latent.expanded_dim
         )
-    heads, size = model.heads_of(index)
+    heads, size, _ = model.heads_of(index)
     if window is None:
         return Full(num_kv_heads=heads, key_dim=size, value_dim=size, shapes=shapes)
     return Window(num_kv_heads=heads, key_dim=size, value_dim=size, num_tokens=window)

@@ -73,6 +73,7 @@ class Recipe(TypedDict, total=False):
     latent: LatentConfig  # multi-head latent attention
     index_topk: int  # tokens that an indexer chooses for a query; it is left out
     gate_dim: int  # numbers that gate the output of a head of attention
+    has_softplus_gates: bool
     recurrent: Recurrent  # what recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...]
     has_parallel_recurrence: bool  # they have attention too, and are all layers
@@ -107,7 +108,9 @@ def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Re
     return {"windows": tuple(window if is_windowed else None for is_windowed in has)} if any(has) else {}
 
 
-def ropes_by_kind(settings: Settings, windows: Recipe, full: Settings, window: Settings) -> Recipe:
+def ropes_by_kind(
+    settings: Settings, windows: Recipe, full: Settings, window: Settings, *, is_partial: bool = False
+) -> Recipe:
     """``windows`` and the rope of layers with sliding windows and of the others, in either spelling of the settings.
 
     ``full`` and ``window`` are what the settings of each kind are unless rope_parameters says otherwise.
@@ -117,7 +120,7 @@ def ropes_by_kind(settings: Settings, windows: Recipe, full: Settings, window: S
         raise ValueError(f"rope_parameters is {by_kind!r}; it must have the rope settings of each kind of layers")
     max_position = whole_number(settings, "max_position_embeddings")
     own, others = (
-        parse_rope({**default, "rope_parameters": by_kind.get(kind)}, max_position)
+        parse_rope({**default, "rope_parameters": by_kind.get(kind)}, max_position, is_partial=is_partial)
         for kind, default in (("sliding_attention", window), ("full_attention", full))
     )  # fmt: skip
     return {**windows, "rope": others, "window_rope": own if windows else None}

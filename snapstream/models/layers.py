@@ -413,9 +413,9 @@ class DenseLayer:
 
     def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
         self._index, self._kernels, self._group, self._eps = index, kernels, group, config.rms_norm_eps
-        num_kv_heads, self._head_dim = config.heads_of(index)
+        num_kv_heads, self._head_dim, num_heads = config.heads_of(index)
         is_shared = config.source_of(index) != index
-        self._num_heads = config.num_heads + (0 if is_shared else 2 * num_kv_heads)  # of q, k and v
+        self._num_heads = num_heads + (0 if is_shared else 2 * num_kv_heads)  # of q, k and v
         self._input_norm, self._post_norm = weights.optional("input_norm"), weights.optional("post_norm")
         self._attention_out_norm = weights.optional("attention_out_norm")
         self._mlp_out_norm = weights.optional("mlp_out_norm")
@@ -442,20 +442,21 @@ class DenseLayer:
         self._o, self._o_bias = weights.matrix("o"), bias_of_sum(weights.optional("o_bias"), self._group)
         self._head_norm, self._turned_scale = _head_norm(config, weights, index), turned_scale(config, weights)
         is_full, is_shared = config.layer_windows[index] is None, config.source_of(index) != index
-        self._num_values = config.heads_of(index).num_kv_heads
+        self._num_values, _, num_heads = config.heads_of(index)
         self._num_copied = self._num_values if config.keys_are_values and is_full and not is_shared else 0
         self._value_norm: Tensor | None = None
         if config.has_value_norm and not is_shared:
             self._value_norm = torch.ones(self._head_dim, device=weights.vector("q_norm").device)
-        self._gate_dim, self._num_gates = config.gate_dim, config.num_heads * config.gate_dim
+        self._gate_dim, self._num_gates = config.gate_dim, num_heads * config.gate_dim
+        self._gated = F.softplus if config.has_softplus_gates else torch.sigmoid
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._unrotated = math.sqrt(config.multipliers.attention)  # as rotated heads are multiplied, see ``Rope``
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
-        self._scales_queries, self._num_queries = config.length_scale is not None, config.num_heads * config.head_dim
+        self._scales_queries, self._num_queries = config.length_scale is not None, num_heads * self._head_dim
         self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
         if config.has_whole_qk_norm:
             queries = self._num_queries
-            columns = slice(queries), slice(queries, queries + config.num_kv_heads * config.head_dim)
+            columns = slice(queries), slice(queries, queries + self._num_values * self._head_dim)
             self._whole_norms = list(zip(columns, (weights.vector("q_norm"), weights.vector("k_norm")), strict=True))
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -473,7 +474,7 @@ class DenseLayer:
         if not self._num_gates:
             return self._attend_ungated(heads, rope, view)
         assert isinstance(view, StateView)
-        gates = view.outputs(heads[:, : self._num_gates]).sigmoid()
+        gates = self._gated(view.outputs(heads[:, : self._num_gates]))
         attended = self._attend_ungated(heads[:, self._num_gates :].contiguous(), rope, view)
         return attended * gates.unflatten(1, (-1, self._gate_dim))
 
@@ -653,13 +654,13 @@ def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNo
     if not config.qk_norm:  # also where whole projections are normed: before this
         return HeadNorm(None, config.rms_norm_eps, sinks, config.score_cap)
     q, k = weights.vector("q_norm"), weights.optional("k_norm")
-    num_kv_heads, size = config.heads_of(layer)
+    num_kv_heads, size, num_heads = config.heads_of(layer)
     if config.norms_after_rope:
         q = k = torch.ones_like(q)
     if config.has_unscaled_scores:
         q = q.to(torch.float32) * size**0.5
         k = None if k is None else k.to(torch.float32)
-    per_head = q.expand(config.num_heads, -1)
+    per_head = q.expand(num_heads, -1)
     if k is not None:
         per_head = torch.cat((per_head, k.expand(num_kv_heads, -1)))  # [H+G, E]
     per_head = per_head.contiguous()

@@ -1,5 +1,5 @@
 """Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3,
-Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity. No torch.
+Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity, Laguna. No torch.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import LayerNorms, MoEConfig, Multipliers
+from snapstream.config.model import HeadSizes, LayerNorms, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -303,6 +303,72 @@ def _afmoe_tensors(config: ModelConfig) -> TensorSpecs:
     return with_gates_apart(config, renamed(decoder_tensors(config), names))
 
 
+def _laguna_settings(settings: Settings) -> Settings:
+    """Lists by layer as transformers completes them; num_attention_heads is of the layers with a window, if any."""
+    count, found = num_layers(settings), dict(settings)
+    if found.get("layer_types") is None:
+        found["layer_types"] = ["full_attention"] * count
+    if found.get("mlp_layer_types") is None:
+        found["mlp_layer_types"] = ["dense"] + ["sparse"] * (count - 1)
+    if found.get("rope_parameters") is None:
+        found["rope_parameters"] = {
+            "full_attention": {"rope_theta": 500000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_theta": 10000.0},
+        }
+    if found.get("num_attention_heads_per_layer") is None:
+        found["num_attention_heads_per_layer"] = [found["num_attention_heads"]] * count
+    heads = _heads_by_kind(found)
+    return {**found, "num_attention_heads": heads.get("sliding_attention", heads.get("full_attention"))}
+
+
+def _heads_by_kind(settings: Settings) -> dict[str, int]:
+    """Query heads of the last layer of each kind; none of lists that ``_laguna_refusals`` refuses."""
+    kinds, heads = settings["layer_types"], settings["num_attention_heads_per_layer"]
+    return dict(zip(kinds, heads, strict=False)) if isinstance(kinds, list) and isinstance(heads, list) else {}
+
+
+def _laguna(settings: Settings) -> Recipe:
+    """Layers with a window have more query heads, and rotate other parts of them; each head has a gate."""
+    windows, heads = windows_by_type(settings, lambda layer: False), _heads_by_kind(settings)
+    ropes = ropes_by_kind(settings, windows, {"rope_theta": 10000.0}, {"rope_theta": 10000.0}, is_partial=True)
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=1,
+        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
+        first_dense=num_dense(settings),
+        scoring="sigmoid",
+        normalise=True,
+        scale=number(settings, "moe_routed_scaling_factor", above=0.0),
+        has_bias=True,
+    )
+    recipe: Recipe = {**ropes, "qk_norm": True, "gate_dim": 1, "has_softplus_gates": True, "moe": moe}
+    if len(set(heads.values())) > 1:
+        sizes = whole_number(settings, "num_key_value_heads"), whole_number(settings, "head_dim")
+        recipe["full_heads"] = HeadSizes(*sizes, heads["full_attention"])
+    return recipe
+
+
+def _laguna_refusals(settings: Settings) -> list[str]:
+    known = {"attention_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0}
+    reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
+    if settings["gating"] not in (True, "per-head"):
+        reasons.append(f"gating is {settings['gating']!r}; only a gate for each head (true or 'per-head') is supported")
+    given, by_kind = settings["num_attention_heads_per_layer"], _heads_by_kind(settings)
+    if given != [by_kind.get(kind) for kind in settings["layer_types"]] or any(type(own) is not int for own in given):
+        reasons.append(
+            f"num_attention_heads_per_layer is {str(given)[:200]}; it must be a list, of one number for all layers of "
+            "a kind"
+        )
+    return reasons
+
+
+def _laguna_tensors(config: ModelConfig) -> TensorSpecs:
+    names = {".gate.e_score_correction": ".experts.e_score_correction", ".shared_experts.": ".shared_expert."}
+    return renamed(decoder_tensors(config), names)
+
+
 MINIMAX_M2 = Family(
     defaults={
         "bos_token_id": 200034, "eos_token_id": 200020, "head_dim": 128, "num_key_value_heads": 8,
@@ -408,6 +474,21 @@ FLINT = Family(
     has_windows=True,
     aliases={"self_attn.softmax_offset": "self_attn.sinks"},  # of published files
     tensors=_flint_tensors,
+)  # fmt: skip
+LAGUNA = Family(
+    defaults={
+        "gating": True, "head_dim": 128, "intermediate_size": 8192, "max_position_embeddings": 131072,
+        "moe_intermediate_size": 512, "moe_routed_scaling_factor": 1.0, "num_attention_heads": 48, "num_experts": 256,
+        "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "shared_expert_intermediate_size": 512, "sliding_window": 512,
+    },
+    rewrite=_laguna_settings,
+    recipe=_laguna,
+    refusals=_laguna_refusals,
+    has_windows=True,
+    has_experts=True,
+    has_rope_by_kind=True,
+    tensors=_laguna_tensors,
 )  # fmt: skip
 HUNYUAN_MOE = Family(
     defaults={"bos_token_id": 1, "eos_token_id": 2, "moe_topk": 1, "num_experts": 1, "rms_norm_eps": 1e-5},

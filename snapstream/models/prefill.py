@@ -133,7 +133,8 @@ class LayerPass:
         kept, spec = self._queries[prompt], self._buffers.spec
         if kept is None:
             return None
-        shape = self._tokens.num_queries[prompt], spec.num_heads, spec.slots_of(layer).key_dim
+        num_heads = self._decoder.shard.heads_of(layer).num_heads
+        shape = self._tokens.num_queries[prompt], num_heads, spec.slots_of(layer).key_dim
         return kept[: prod(shape)].view(shape)
 
     def last_hidden(self) -> Tensor:

@@ -174,7 +174,7 @@ def rank_config(
             f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
             f"'ep' or 1 rank ({model.architecture})"
         )
-    if model.has_uneven_layers or model.per_layer_dim:
+    if len(model.all_heads) > 1 or model.kv_sources is not None or model.per_layer_dim:
         raise ValueError(
             f"{model.architecture} has layers that differ in their heads, or embeddings for each layer, which are not "
             "split over ranks; use 1 rank"

@@ -189,6 +189,8 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
 def kind_of(config: ModelConfig, layer: int) -> str:
     """What sets the tensors of a layer apart from those of others of the same name: the end of their stored names."""
     differs = config.full_heads is not None or config.keys_are_values
+    if (own := config.window_rope) is not None:
+        differs |= own.partial_rotary_factor != config.rope.partial_rotary_factor
     full = ".full" if differs and config.layer_windows[layer] is None else ""
     return full + (".shared" if config.source_of(layer) != layer else "")
 
@@ -207,11 +209,15 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
         return _attention_tensors(config)
     specs = {}
     for kind, layers in kinds.items():
-        heads, head_dim = config.heads_of(layers[0])
-        own = replace(config, num_kv_heads=heads, head_dim=head_dim, full_heads=None, keys_are_values=False)
+        heads, head_dim, num_heads = config.heads_of(layers[0])
+        rope = config.rope if config.layer_windows[layers[0]] is None else config.window_rope or config.rope
+        own = replace(
+            config, num_heads=num_heads, num_kv_heads=heads, head_dim=head_dim, full_heads=None, keys_are_values=False,
+            rope=rope,
+        )  # fmt: skip
         for name, spec in _attention_tensors(own).items():
             specs[name + kind] = replace(spec, layers=layers)
-        qkv, queries = specs[f"qkv{kind}"], config.num_heads * head_dim
+        qkv, queries = specs[f"qkv{kind}"], num_heads * head_dim
         parts: tuple[str, ...]
         if ".shared" in kind:
             rows, parts = queries, ("self_attn.q_proj.weight",)

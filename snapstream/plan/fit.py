@@ -88,7 +88,7 @@ def resolve_chunking(
         size = CPU_CHUNK_LEN if chunk_len == "auto" else chunk_len
         return Chunking(chunk_len=size, short_len=size, prefill_quantum=prefill_quantum)
     head_dim = model.widest_head if model.latent is None else model.latent.expanded_dim
-    pair_flop = 4 * model.num_heads * head_dim
+    pair_flop = 4 * model.most_heads * head_dim
     size = _largest_chunk(model, dtype) if chunk_len == "auto" else chunk_len
     step_work = int(STEP_SHARE * FLOP_PER_BYTE * decode_weight_bytes(model, dtype, formats) / pair_flop)
     return Chunking(

@@ -70,9 +70,9 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     """Temporaries of a prefill unit of so many tokens."""
     hidden = model.hidden_size
     if model.latent is None:
-        query_size = model.num_heads * model.widest_head
+        query_size = model.most_heads * model.widest_head
         # Heads as projected and as rotated.
-        projected = 2 * max((model.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
+        projected = 2 * max((own.num_heads + 2 * own.num_kv_heads) * own.head_dim for own in model.all_heads)
     else:
         query_size = model.num_heads * model.latent.expanded_dim
         # Queries as projected, rotated and scaled; latents and what is expanded from them.

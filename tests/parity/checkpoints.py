@@ -476,6 +476,30 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1,
          "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "num_dense_layers": 0},
     ),
+    "laguna": (  # fewer query heads in full layers, where half of a head is rotated; a gate per head
+        "LagunaConfig",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24,
+         "head_dim": 20, "sliding_window": 21, "num_hidden_layers": 5, "moe_routed_scaling_factor": 1.7,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention",
+                         "sliding_attention"],
+         "num_attention_heads": 4, "num_attention_heads_per_layer": [4, 6, 6, 4, 6],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 8.0, "partial_rotary_factor": 0.5,
+                                "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}},
+    ),
+    "laguna-panels": (  # more heads in full layers, as many experts in every layer
+        "LagunaConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+         "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "num_key_value_heads": 1, "gating": "per-head",
+         "mlp_layer_types": ["sparse"] * 3, "num_attention_heads_per_layer": [5, 2, 5],
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "laguna-full": (
+        "LagunaConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
+         "head_dim": 20},
+    ),
     "hunyuan-moe": (  # norms of heads after the rotation
         "HunYuanMoEV1Config",
         {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "head_dim": 20, "attention_bias": True,

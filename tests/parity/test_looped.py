@@ -100,6 +100,7 @@ OTHERS = (
     "AXK1",
     "HunYuanMoE",
     "Afmoe",
+    "Laguna",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

@@ -131,6 +131,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith(("Gemma2", "VaultGemma")):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
+    if architecture.startswith("Laguna"):
+        found |= draw_laguna(random, size, kv_heads, layers)
+        rope = None
     if architecture.startswith(("MuseGlimmer", "NanoChat")):
         found |= {"attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": random.choice([1e-8, 0.1])}
     if "SWA" in architecture:  # by kind of layers a base of rope, or none
@@ -228,6 +231,19 @@ def draw_lfm3(random: Random, drawn: dict[str, Any]) -> dict[str, Any]:
     return {
         "layer_types": kinds, "use_sandwich_norm": random.random() < 0.5, "use_attention_gate": has_gate,
         "attention_bias": drawn["attention_bias"] and not has_gate,
+    }  # fmt: skip
+
+
+def draw_laguna(random: Random, size: Sizes, kv_heads: int, layers: int) -> dict[str, Any]:
+    """Query heads, and how much of them is rotated, by kind of layers."""
+    heads = {kind: kv_heads * size.any(1, 5) for kind in ("sliding_attention", "full_attention")}
+    kinds = random.choices(list(heads), k=layers)
+    ropes = {kind: {"rope_theta": 1e4, "partial_rotary_factor": random.choice([0.5, 1.0])} for kind in heads}
+    return {
+        "layer_types": kinds, "num_attention_heads_per_layer": [heads[kind] for kind in kinds], "attention_bias": False,
+        "head_dim": size.inputs(100, times=gcd(*heads.values()), multiple=4), "rope_parameters": ropes,
+        "rope_scaling": None, "sliding_window": random.choice([1, 30, 1025]),
+        "mlp_layer_types": ["dense"] * (first := size.any(0, layers)) + ["sparse"] * (layers - first),
     }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ SPARSE = (
     "Flint",
     "HunYuanMoE",
     "Afmoe",
+    "Laguna",
 )
 MIXTURES = [
     name

@@ -75,6 +75,11 @@ MODELS["shared"] = COMMON | {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 128, "use_double_wide_mlp": True,
     "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 512,
 }  # fmt: skip
+# Query heads that differ by kind of layers, with a gate each.
+MODELS["query heads"] = MODELS["experts"] | {
+    "architectures": ["LagunaForCausalLM"], "num_attention_heads_per_layer": [4, 12], "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2,
+}  # fmt: skip
 # Residual streams, and a low rank that is the widest input of a product.
 MODELS["streams"] = MODELS["shared"] | {
     "architectures": ["Gemma3nForCausalLM"], "laurel_rank": 2048, "activation_sparsity_pattern": [0.95, 0.0, 0.5, 0.0],
@@ -99,7 +104,7 @@ ROWS = 32
                                              ("single parts", "float32"), ("kda", "float32"),
                                              ("side by side", "float32"), ("side by side", "int8"),
                                              ("shared", "float32"), ("shared", "int8"), ("streams", "float32"),
-                                             ("streams", "int8"), ("beside", "float32"),
+                                             ("streams", "int8"), ("beside", "float32"), ("query heads", "float32"),
                                              ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)

@@ -36,6 +36,7 @@ KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_t
 APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
 NANOCHAT = {**LLAMA, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
+LAGUNA = {**LLAMA, "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_experts": 4}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
             "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -109,6 +110,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 2, "post_norm_eps": 1e-8, "rms_norm_eps": 1e-5, "sliding_window": 2048,
             "vocab_size": 202048}},
         27_854_780_928,
+    ),
+    "Laguna-XS.2": (
+        {"architectures": ["LagunaForCausalLM"], "attention_bias": False, "gating": "per-head", "head_dim": 128,
+         "hidden_size": 2048, "intermediate_size": 8192, "layer_types": [
+             "full_attention" if layer % 4 == 0 else "sliding_attention" for layer in range(40)],
+         "max_position_embeddings": 131072, "moe_intermediate_size": 512, "moe_routed_scaling_factor": 2.5,
+         "num_attention_heads": 48, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "num_experts": 256,
+         "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 8,
+         "shared_expert_intermediate_size": 512, "sliding_window": 512, "vocab_size": 100352},
+        33_442_617_088,  # with the corrections of the routers
     ),
     "LFM2-8B-A1B": (
         {"architectures": ["Lfm2MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 7168,
@@ -636,6 +647,7 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
     ("name", "problem"),
     [
         ("Phi-4-mini-instruct", "Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"),
+        ("Laguna-XS.2", "LagunaForCausalLM has layers that differ in their heads.*use 1 rank"),
         ("OLMo-2-1124-7B", "Olmo2ForCausalLM norms all heads together.*use 1 rank"),
     ],
 )
@@ -1120,6 +1132,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**NANOCHAT, "tie_word_embeddings": True}, "tie_word_embeddings is True; of this architecture it must be False"),
     ({**NANOCHAT, "rope_scaling": YARN}, "rope yarn.* not supported with norms of queries and keys after the rotation"),
     ({**LLAMA, "architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
+    ({**LAGUNA, "gating": "per-element"}, "gating is 'per-element'; only a gate for each head"),
+    ({**LAGUNA, "moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping is 30.0; .* it must be 0.0"),
+    (
+        {**LAGUNA, "num_attention_heads_per_layer": [8, 6]},
+        r"is \[8, 6\]; it must be a list, of one number for all layers",
+    ),
+    ({**LAGUNA, "num_attention_heads_per_layer": [8]}, r"is \[8\]; it must be a list"),
+    ({**LAGUNA, "num_attention_heads_per_layer": 8}, "is 8; it must be a list"),
+    ({**LAGUNA, "mlp_layer_types": ["sparse", "dense"]}, "only dense layers first, then sparse ones"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1322,6 +1343,10 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "laurel_rank": 12, "rope_local_base_freq": 3e4, "final_logit_softcapping": 7.0,
                      "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 900,
                      "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
+    if architecture == "LagunaForCausalLM":
+        settings |= {"attention_bias": False, "sliding_window": 77, "moe_routed_scaling_factor": 2.5}
+        for name in ("rope_theta", "layer_types", "mlp_layer_types"):  # with lists it wants the number of layers
+            settings.pop(name, None)
     if "MuseGlimmer" in architecture:
         settings |= {"sliding_window": 77, "attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": 0.1,
                      "final_logit_softcapping": 7.0, "output_multiplier": 0.3, "qk_scale_factor": 2.0,

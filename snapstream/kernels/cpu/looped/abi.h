@@ -40,7 +40,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     const float* turned_scale;                                  // [E]: of queries and keys once rotated, or null
     // [D]: before each part, and of its output before it is added; or null. Parts that read one norm both have it.
     const float *input_norm, *attention_out_norm, *post_norm, *mlp_out_norm;
-    int64_t kv_heads, head_dim, inner;
+    int64_t heads, kv_heads, head_dim, inner;
     int64_t source;           // the layer whose slots it attends to: itself, or one that shares them with it
     int64_t values_are_keys;  // as projected
     float score_scale;        // of products of queries and keys
@@ -105,8 +105,8 @@ struct Ranks {  // processes of one machine that compute every step together, ea
 };
 
 struct Model {  // of a rank: heads, inner sizes and the lines of embed and head are its share, all else is whole
-    int64_t layers, hidden, heads, vocab;
-    int64_t kv_heads, head_dim, inner;  // where layers differ, the most
+    int64_t layers, hidden, vocab;
+    int64_t heads, kv_heads, head_dim, inner;  // where layers differ, the most
     // [L]: the kinds of a layer's parts, and its places in the stacks of those kinds; its matrices.
     const int64_t *mixers, *mixer_places, *mlps, *mlp_places;
     const LayerParts* parts;
@@ -126,6 +126,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     const Stack* streams_out;
     int64_t activation;                                         // of MLPs and experts
     int64_t gate_dim;  // qkv begins with gates [H, 1 or E], whose sigmoid multiplies the output of attention; 0: not
+    int64_t has_softplus_gates;  // in its place log(1 + e^x)
     const float* window_frequencies;                            // [window_rotated / 2], of layers with windows; or null
     int64_t window_rotated, window_head_dim, full_head_dim;     // full: of the other layers
     float window_rope_scale;

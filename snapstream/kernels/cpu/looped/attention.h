@@ -73,19 +73,20 @@ inline StoredHead stored_head(Work& w, int64_t layer, int64_t first) {  // from 
 // The learned gate of a kv head's outputs, [group * E].
 inline void gate_attended(Work& w, int64_t layer, int64_t b, int64_t kv_head, float* found) {
     const LayerParts& own = w.model.parts[layer];
-    const int64_t group = w.model.heads / own.kv_heads, size = own.head_dim, each = w.model.gate_dim;
+    const int64_t group = own.heads / own.kv_heads, size = own.head_dim, each = w.model.gate_dim;
     const float* gates = w.engine.heads + b * head_numbers(own) + kv_head * group * each;
     for (int64_t r = 0; r < group; ++r, gates += each, found += size)
         for_columns(size, [&](int64_t at, int64_t some) {
             const vec gate = each == 1 ? all(gates[0]) : load_some(gates + at, some);
-            store_some(found + at, load_some(found + at, some) / (1.0f + exponential(-gate)), some);
+            const vec share = w.model.has_softplus_gates ? softplus(gate) : 1.0f / (1.0f + exponential(-gate));
+            store_some(found + at, load_some(found + at, some) * share, some);
         });
 }
 
 inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int64_t part, const Region& seen) {
     const RowTable& rows = w.rows;
     const LayerParts& parts = w.model.parts[layer];
-    const int64_t size = parts.head_dim, kv_heads = parts.kv_heads, group = w.model.heads / kv_heads;
+    const int64_t size = parts.head_dim, kv_heads = parts.kv_heads, group = parts.heads / kv_heads;
     const int64_t row = w.step.rows[b], head = row * w.model.kv_heads + kv_head;
     const StoredHead stored = stored_head(w, layer, seen.first);
     const bool has_head_scales = rows.key_scales && !stored.key_scales;
@@ -93,15 +94,15 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
         return has_head_scales ? reinterpret_cast<const float*>(all[layer])[head] : 1.0f;
     };
     const float k_scale = head_scale(rows.key_scales), v_scale = head_scale(rows.value_scales);
-    const int64_t gates = gates_of(w.model), place = place_of(w, layer);
+    const int64_t gates = parts.heads * w.model.gate_dim, place = place_of(w, layer);
     const bool is_windowed = w.model.window_frequencies && rows.windows[layer];
     const float *own = w.engine.heads + b * head_numbers(parts) + gates,
         *angle = w.engine.angles + (is_windowed ? w.step.batch + b : b) * w.model.head_dim;
     if (w.model.rotated_layers && !w.model.rotated_layers[layer]) angle = nullptr;
-    const float *queries = own, *keys = own + w.model.heads * size;
+    const float *queries = own, *keys = own + parts.heads * size;
     float *q = w.scratch, *rest = w.scratch + group * size;
     const bool whole = w.model.has_whole_qk_norm;
-    const int64_t q_normed = whole ? w.model.heads : 1, k_normed = whole ? kv_heads : 1;
+    const int64_t q_normed = whole ? parts.heads : 1, k_normed = whole ? kv_heads : 1;
     for (int64_t r = 0; r < group; ++r)
         rotated_head(w, queries + (kv_head * group + r) * size, size, parts.q_norm, angle, q + r * size, queries,
                      q_normed, parts.turned_scale);

@@ -131,7 +131,6 @@ struct Engine : StepBuffers {
 
 // The stages of a step are numbered: embedding, so many per layer, final norm, head. Of a layer those of its attention
 // or recurrence come first; all layers of a model have as many, some of which may be empty.
-inline int64_t gates_of(const Model& model) { return model.heads * model.gate_dim; }
 inline bool recurs(const Model& model, int64_t layer) {
     return model.mixers[layer] == RECURRENT || model.mixers[layer] == BOTH;
 }

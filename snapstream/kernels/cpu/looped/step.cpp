@@ -498,7 +498,8 @@ int64_t scratch_floats(const Model& model, int64_t max_batch) {
     const int64_t products = 2 * std::max(max_batch, PAIR_TOKENS) * PANEL;  // a panel of gate and one of up
     int64_t attention = 0;
     for (int64_t layer = 0; layer < model.layers && !model.latent.rank; ++layer) {
-        const int64_t shared = model.heads / model.parts[layer].kv_heads, group = shared * model.parts[layer].head_dim;
+        const LayerParts& own = model.parts[layer];
+        const int64_t shared = own.heads / own.kv_heads, group = shared * own.head_dim;
         attention = std::max(attention, group + std::max(group, attend_scratch(shared)));
     }
     return std::max({products, attention, model.per_layer_dim, latent_scratch(model), mixture_scratch(model), recurrent_scratch(model)});
