@@ -351,7 +351,9 @@ def _laguna(settings: Settings) -> Recipe:
 
 
 def _laguna_refusals(settings: Settings) -> list[str]:
-    known = {"attention_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0}
+    """Also of fields that transformers does not read: gating_types and norm_topk_prob."""
+    known = {"attention_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0,
+             "gating_types": ["per_head"] * num_layers(settings), "norm_topk_prob": True}  # fmt: skip
     reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
     if settings["gating"] not in (True, "per-head"):
         reasons.append(f"gating is {settings['gating']!r}; only a gate for each head (true or 'per-head') is supported")

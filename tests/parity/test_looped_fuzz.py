@@ -304,7 +304,9 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "num_experts": experts, "n_routed_experts": experts, "num_local_experts": experts, "n_group": groups,
         "topk_group": top_groups, "num_experts_per_tok": size.any(1, min(6, experts // groups * top_groups)),
         "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
-        "norm_topk_prob": architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5,
+        "norm_topk_prob": architecture == "LagunaForCausalLM" or (
+            architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5
+        ),
         "first_k_dense_replace": 0 if "Solar" in architecture else size.any(0, layers), "num_nextn_predict_layers": 0,
         "num_shared_experts": size.any(0, 2), "shared_expert_intermediate_size": size.inputs(100),
         "moe_topk": size.any(1, min(6, experts)),

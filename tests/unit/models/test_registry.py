@@ -112,12 +112,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         27_854_780_928,
     ),
     "Laguna-XS.2": (
-        {"architectures": ["LagunaForCausalLM"], "attention_bias": False, "gating": "per-head", "head_dim": 128,
+        {"architectures": ["LagunaForCausalLM"], "attention_bias": False, "gating": True, "head_dim": 128,
          "hidden_size": 2048, "intermediate_size": 8192, "layer_types": [
              "full_attention" if layer % 4 == 0 else "sliding_attention" for layer in range(40)],
          "max_position_embeddings": 131072, "moe_intermediate_size": 512, "moe_routed_scaling_factor": 2.5,
          "num_attention_heads": 48, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10, "num_experts": 256,
          "num_experts_per_tok": 8, "num_hidden_layers": 40, "num_key_value_heads": 8,
+         "partial_rotary_factor": 0.5, "rope_parameters": {
+             "full_attention": {"beta_fast": 64.0, "beta_slow": 1.0, "factor": 32.0, "partial_rotary_factor": 0.5,
+                                "original_max_position_embeddings": 4096, "rope_theta": 500000.0, "rope_type": "yarn"},
+             "sliding_attention": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "rope_type": "default"}},
          "shared_expert_intermediate_size": 512, "sliding_window": 512, "vocab_size": 100352},
         33_442_617_088,  # with the corrections of the routers
     ),
@@ -1132,6 +1136,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**NANOCHAT, "tie_word_embeddings": True}, "tie_word_embeddings is True; of this architecture it must be False"),
     ({**NANOCHAT, "rope_scaling": YARN}, "rope yarn.* not supported with norms of queries and keys after the rotation"),
     ({**LLAMA, "architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
+    ({**LAGUNA, "gating_types": ["per_head", "none"]}, r"gating_types is \['per_head', 'none'\]; of this architecture"),
+    ({**LAGUNA, "norm_topk_prob": False}, "norm_topk_prob is False; of this architecture it must be True"),
     ({**LAGUNA, "gating": "per-element"}, "gating is 'per-element'; only a gate for each head"),
     ({**LAGUNA, "moe_router_logit_softcapping": 30.0}, "moe_router_logit_softcapping is 30.0; .* it must be 0.0"),
     (
@@ -1344,7 +1350,8 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": 900,
                      "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
     if architecture == "LagunaForCausalLM":
-        settings |= {"attention_bias": False, "sliding_window": 77, "moe_routed_scaling_factor": 2.5}
+        settings |= {"attention_bias": False, "sliding_window": 77, "moe_routed_scaling_factor": 2.5,
+                     "norm_topk_prob": True}  # fmt: skip
         for name in ("rope_theta", "layer_types", "mlp_layer_types"):  # with lists it wants the number of layers
             settings.pop(name, None)
     if "MuseGlimmer" in architecture:
