@@ -15,6 +15,7 @@ from snapstream.models.deepseek import (
     with_indexer,
 )
 from snapstream.models.family import Family, Recipe, num_mtp_layers, other_values, read_sigmoid_moe
+from snapstream.models.qwen import without_mrope
 
 _MOE_DEFAULTS: Settings = {
     "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, "n_routed_experts": 128,
@@ -66,6 +67,20 @@ GLM = Family(
 )  # fmt: skip
 GLM4 = replace(GLM, recipe=lambda settings: {**_glm(settings), "norms": SANDWICH_NORMS})
 GLM4_MOE = Family(defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True)
+# The text parts of GLM-4.1V and GLM-4.6V Flash, and of GLM-4.5V and GLM-4.6V.
+GLM4V = replace(
+    GLM4,
+    defaults={"num_key_value_heads": 2, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+    rewrite=without_mrope,
+    recipe=lambda settings: {**GLM4.recipe(settings), "qkv_bias": True},
+    is_text_part=True,
+)
+GLM4V_MOE = replace(
+    GLM4_MOE,
+    defaults={**_MOE_DEFAULTS, "attention_bias": True, "use_qk_norm": False},
+    rewrite=without_mrope,
+    is_text_part=True,
+)
 GLM4_MOE_LITE = Family(
     defaults=_LITE_DEFAULTS, recipe=latents_by_layer, refusals=latents_by_layer_refusals, has_experts=True
 )

@@ -48,7 +48,7 @@ from snapstream.models.gemma import (
     VAULT_GEMMA,
 )
 from snapstream.models.gguf_header import is_gguf
-from snapstream.models.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM_MOE_DSA, SOLAR_OPEN
+from snapstream.models.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, SOLAR_OPEN
 from snapstream.models.gpt_oss import GPT_OSS
 from snapstream.models.granite import (
     BAMBA,
@@ -147,6 +147,9 @@ FAMILIES: Registry[Family] = Registry(
         "AfmoeForCausalLM": AFMOE,
         "LagunaForCausalLM": LAGUNA,
         "Glm4MoeForCausalLM": GLM4_MOE,
+        "Glm4vForConditionalGeneration": GLM4V,
+        "Glm46VForConditionalGeneration": GLM4V,
+        "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
         "SmolLM3ForCausalLM": SMOLLM3,
         "CohereForCausalLM": COHERE,
         "Cohere2ForCausalLM": COHERE2,

@@ -202,6 +202,8 @@ VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "n
           "image_size": 28, "patch_size": 14}  # fmt: skip
 QWEN_VISION = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 14,
                "out_hidden_size": 48}  # fmt: skip
+GLM_VISION = {"hidden_size": 32, "intermediate_size": 40, "depth": 1, "num_heads": 2, "patch_size": 4,
+              "out_hidden_size": 48}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 3, 3]}
 WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma3": (GEMMA3_TEXT, {"vision_config": VISION, "mm_tokens_per_image": 4}),
@@ -248,6 +250,27 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma4Unified": (
         {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
         {"vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}},
+    ),
+    "Glm4v": (
+        {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}},
+        {"vision_config": GLM_VISION},
+    ),
+    "Glm46V": (
+        {"model_type": "glm4v_text", "rope_parameters": {**MROPE, "mrope_section": [2, 2, 2]}},
+        {"vision_config": {"model_type": "glm4v_vision", **GLM_VISION}},
+    ),
+    "Glm4vMoe": (
+        {
+            "head_dim": 20,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 2,
+            "rope_parameters": {**MROPE, "partial_rotary_factor": 0.4, "mrope_section": [1, 1, 2]},
+        },
+        {"vision_config": GLM_VISION},
     ),
     "Kimi_K25": (
         {"model_type": "deepseek_v3", **ARCHITECTURES["kimi-k2"][1]},

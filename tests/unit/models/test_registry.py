@@ -1250,7 +1250,8 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer")
+TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer",
+              "Glm4v")  # fmt: skip
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM", "VaultGemmaForCausalLM")  # fmt: skip
@@ -1265,7 +1266,7 @@ def config_class_of(architecture: str) -> Any:
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3",
-             "KimiK25": "DeepseekV3", "Kimi_K25": "DeepseekV3"}  # fmt: skip
+             "Glm46V": "Glm4v", "KimiK25": "DeepseekV3", "Kimi_K25": "DeepseekV3"}  # fmt: skip
     name = names.get(name, name)  # that of its text_config
     is_text = architecture in TEXT_CONFIGS or name.startswith(TEXT_NAMES)
     return class_of_transformers(name + ("TextConfig" if is_text else "Config"))
