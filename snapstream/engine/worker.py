@@ -21,7 +21,7 @@ from snapstream.step import KVTransferFailed
 from snapstream.types import QueueFull, Request, RequestOutput
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class EngineStats:
     """Gauges and totals for /metrics."""
 
@@ -57,39 +57,32 @@ _GAUGES = ("num_running", "num_waiting", "rows_free", "rows_total", "prefix_bloc
 
 
 class StatsCounter:
-    """Totals of one engine since its start; plain numbers, because every step counts."""
+    """Totals of one engine since its start."""
 
     def __init__(self) -> None:
-        self._num_output = self._num_prompt = self._num_evicted = self._num_compressed = 0
-        self._num_drafted = self._num_accepted = 0
-        self._compress_ms = 0.0
+        self._totals = EngineStats()
 
     def count(self, deltas: Iterable[RequestDelta]) -> None:
+        totals = self._totals
         for delta in deltas:
             for sample in delta.samples:
-                self._num_output += len(sample.token_ids)
+                totals.generation_tokens_total += len(sample.token_ids)
             if delta.timings is not None:
-                self._num_drafted += delta.timings.drafted_tokens
-                self._num_accepted += delta.timings.accepted_tokens
+                totals.drafted_tokens_total += delta.timings.drafted_tokens
+                totals.accepted_tokens_total += delta.timings.accepted_tokens
             done = delta.compression
             if done is None:
                 continue
-            self._num_prompt += done.prompt_tokens
-            self._num_evicted += done.evicted_tokens
+            totals.prompt_tokens_total += done.prompt_tokens
+            totals.evicted_tokens_total += done.evicted_tokens
             if done.evicted_tokens:  # else the row holds the whole prompt
-                self._num_compressed += 1
-                self._compress_ms += done.compress_ms
+                totals.compressions_total += 1
+                totals.compression_seconds_total += done.compress_ms / 1e3
 
     def stats(self, engine: Engine, rows_total: int) -> EngineStats:
         prefix, rows = engine.prefix_stats or PrefixStats(), engine.transfer_stats
-        return EngineStats(
-            prompt_tokens_total=self._num_prompt,
-            generation_tokens_total=self._num_output,
-            drafted_tokens_total=self._num_drafted,
-            accepted_tokens_total=self._num_accepted,
-            evicted_tokens_total=self._num_evicted,
-            compressions_total=self._num_compressed,
-            compression_seconds_total=self._compress_ms / 1e3,
+        return replace(
+            self._totals,
             rows_sent_total=rows.num_sent,
             rows_received_total=rows.num_received,
             rows_lost_total=rows.num_failed,
