@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import KVBudget, Selector
+from snapstream.config.kv import HeadSlots
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import Kernels
 from snapstream.kv import layout
@@ -96,10 +97,6 @@ def all_kept(kept: Sequence[Tensor | None], spans: Sequence[HeadSpan], prompt_le
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _visible(budgets: Sequence[KVBudget], prompt_len: int) -> list[int]:
-    return [layout.num_visible(prompt_len, budget.capacity) for budget in budgets]
-
-
 def selected(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int) -> Tensor:
     """Positions in the top-k region of every layer and kv head, ascending, concatenated: ``[n]``.
 
@@ -107,7 +104,7 @@ def selected(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int) -> Tenso
     """
     parts = []
     for layer, head_budgets in zip(kept, budgets, strict=True):
-        heads = layer.split(_visible(head_budgets, prompt_len))
+        heads = layer.split(HeadSlots.visible(head_budgets, prompt_len))
         for head, budget in zip(heads, head_budgets, strict=True):
             parts.append(head[budget.num_sink : budget.num_sink + layout.valid_topk(budget, prompt_len)])
     return torch.cat(parts)
@@ -129,7 +126,7 @@ def of_all_heads(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int, grou
     rank_heads, copies = max(num_heads // group.size, 1), max(group.size // num_heads, 1)  # copies: ranks per head
     counts = []  # n by layer and rank
     for layer in budgets:
-        visible = _visible(layer, prompt_len)
+        visible = HeadSlots.visible(layer, prompt_len)
         firsts = (rank * num_heads // group.size for rank in range(group.size))
         counts.append([sum(visible[first : first + rank_heads]) for first in firsts])
     longest = max(map(max, counts))
@@ -152,7 +149,7 @@ def packed_bits(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int) -> Te
     packed = torch.empty(len(kept), num_heads, width, dtype=torch.uint8, device=device)  # [L, G, ceil(N / 8)]
     for layer, index in enumerate(kept):  # a mask has a byte per token: one layer at a time
         mask = torch.zeros(num_heads, width * 8, dtype=torch.uint8, device=device)  # [G, N']
-        for head, positions in zip(mask, index.split(_visible(budgets[layer], prompt_len)), strict=False):
+        for head, positions in zip(mask, index.split(HeadSlots.visible(budgets[layer], prompt_len)), strict=False):
             head.scatter_(0, positions, 1)
         packed[layer] = (mask.view(num_heads, width, 8) * weights).sum(dim=2, dtype=torch.uint8)
     return packed

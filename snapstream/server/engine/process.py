@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.disaggregation.connector import TcpConnector
-from snapstream.disaggregation.protocol import TransferSettings
 from snapstream.engine.client import Channel, EngineClient, Item, News, Reader
 from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import (
@@ -191,7 +190,10 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
         with build(
             spec, Heartbeat(port.send).note, partial(_end_without_rank, port), lambda stage: port.send(Loading(stage))
         ) as llm:
-            connector = None if spec.transfer is None else _connect(spec, spec.transfer, llm, port)
+            connector = None
+            if spec.transfer is not None:
+                connector = make_connector(Path(spec.model), llm.model_config, llm.config, spec.transfer, port.wake)
+                llm.engine.connect(connector)
             is_loaded = True
             port.send(Ready(_metadata(spec, llm, connector)))
             interval_s = spec.stream_interval_ms / 1e3
@@ -206,13 +208,6 @@ def child_main(connection: Connection, spec: EngineSpec) -> None:
             if is_loaded:  # else the server ends with that one line
                 raise
             sys.exit(1)
-
-
-def _connect(spec: EngineSpec, settings: TransferSettings, llm: LLM, port: PipePort) -> TcpConnector:
-    """Connect the engine to its side of the KV transfer."""
-    connector = make_connector(Path(spec.model), llm.model_config, llm.config, settings, port.wake)
-    llm.engine.connect(connector)
-    return connector
 
 
 def _transfer_notes(spec: EngineSpec, connector: TcpConnector | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ is full - and is refused only if all are being answered; so idle connections can
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -85,10 +86,6 @@ class Connections:
 
 def raise_file_limit() -> int:
     """Raise the limit of file descriptors as far as allowed, up to ``MOST_FILES``; returns it."""
-    try:
-        import resource
-    except ImportError:  # not a POSIX system
-        return 512
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:

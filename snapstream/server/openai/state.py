@@ -83,7 +83,8 @@ class Usage:
             values = {field.name: getattr(delta.compression, field.name) for field in fields(delta.compression)}
             metadata = {name: value for name, value in values.items() if value is not None}
             if "kept_bitmap" in metadata:
-                metadata["kept_bitmap"] = _as_json(metadata["kept_bitmap"])
+                bitmap: KeptBitmap = metadata["kept_bitmap"]
+                metadata["kept_bitmap"] = asdict(bitmap) | {"bits": b64encode(bitmap.bits).decode()}
             self.has_listed_kept = self.has_listed_kept or "kept_positions" in metadata or "kept_bitmap" in metadata
             self._prompts[prompt]["compression"] = metadata
         if delta.prefix is not None:
@@ -156,15 +157,6 @@ class Usage:
             "prefix": {"cached": self.cached_tokens, "diverged_at": self.diverged_at},
             "prompts": self._prompts,
         }
-
-
-def _as_json(bitmap: KeptBitmap) -> dict[str, Any]:
-    return {
-        "num_layers": bitmap.num_layers,
-        "num_kv_heads": bitmap.num_kv_heads,
-        "num_tokens": bitmap.num_tokens,
-        "bits": b64encode(bitmap.bits).decode(),
-    }
 
 
 _NO_COUNTS: dict[str, Any] = {
