@@ -40,22 +40,18 @@ __all__ = [
     "__version__",
 ]
 
-_HOME = {
-    "AsyncLLM": "snapstream.async_llm",
-    "Diverse": "snapstream.kv.selectors.diverse",
-    "EngineOptions": "snapstream.config",
-    "Grammar": "snapstream.types",
-    "Hops": "snapstream.kv.selectors.hops",
-    "KVBudget": "snapstream.config",
-    "LLM": "snapstream.llm",
-    "PrefixStoreConfig": "snapstream.config",
-    "PromptCompression": "snapstream.spec_prefill.settings",
-    "RequestOutput": "snapstream.types",
-    "SamplingParams": "snapstream.types",
-    "Selector": "snapstream.config",
-    "SnapKV": "snapstream.kv.selectors.snapkv",
-    "PromptCompressor": "snapstream.spec_prefill.compressor",
+_NAMES = {
+    "snapstream.async_llm": ("AsyncLLM",),
+    "snapstream.config": ("EngineOptions", "KVBudget", "PrefixStoreConfig", "Selector"),
+    "snapstream.kv.selectors.diverse": ("Diverse",),
+    "snapstream.kv.selectors.hops": ("Hops",),
+    "snapstream.kv.selectors.snapkv": ("SnapKV",),
+    "snapstream.llm": ("LLM",),
+    "snapstream.spec_prefill.compressor": ("PromptCompressor",),
+    "snapstream.spec_prefill.settings": ("PromptCompression",),
+    "snapstream.types": ("Grammar", "RequestOutput", "SamplingParams"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
