@@ -32,7 +32,8 @@ class ByHeadLayer(LatentLayer):
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``: ``[T', H, U]``."""
         normed = self._kernels.sum_norm(residual, pending, self._input_norm, self._eps)
-        queries, latents = self._project(normed, rope)
+        queries, latents, gates = self._project(normed, rope)
+        assert gates is None, "gates of heads are not supported"
         asked = self._heads.expanded(queries)  # [T, H, X]
         num_tokens, num_heads, size = asked.shape
         keys, values = asked.new_zeros(2, num_heads, num_tokens, size)

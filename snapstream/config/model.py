@@ -286,6 +286,8 @@ class DeltaNet:
     value_dim: int
     kernel: int  # tokens of the convolution
     gate_rank: int = 0
+    has_full_gates: bool = False  # of KDA: each is one product, and gate_rank its numbers (Ling 3.0)
+    decay_floor: float | None = None  # of KDA: decays are e to this times a sigmoid
     most_beta: float = 1.0  # by which the sigmoid of beta is multiplied; 2: negative eigenvalues (arXiv 2411.12537)
     norm_eps: float | None = None  # of the norms of outputs; None: rms_norm_eps
 
@@ -506,12 +508,10 @@ class ModelConfig:
             most = 2 * MAX_DIM if self.latent else MAX_DIM
             check(getattr(self, name) <= most, f"{name} is {getattr(self, name)}; it must be <= {most}")
         check(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}; rotary embedding needs an even size")
-        if self.rotated_layers is not None:
-            count = len(self.rotated_layers)
-            check(count == self.num_layers, f"rotated_layers names {count} layers; there are {self.num_layers}")
+        for name in ("rotated_layers", "windows"):
+            count = self.num_layers if getattr(self, name) is None else len(getattr(self, name))
+            check(count == self.num_layers, f"{name} names {count} layers; there are {self.num_layers}")
         if self.windows is not None:
-            count = len(self.windows)
-            check(count == self.num_layers, f"windows names {count} layers; there are {self.num_layers}")
             least = min((window for window in self.windows if window is not None), default=1)
             check(least >= 1, f"a sliding window is {least} tokens; it must be >= 1")
             check(self.latent is None, "latent attention with sliding windows is not supported")
@@ -530,7 +530,8 @@ class ModelConfig:
                 "sliding windows and norms of outputs",
             )  # fmt: skip
         check(
-            self.gate_dim in (0, self.head_dim) or (self.gate_dim == 1 and not self.qkv_bias),
+            self.gate_dim in (0, self.head_dim)
+            or (self.gate_dim == 1 and not self.qkv_bias and not (self.latent and self.latent.q_rank)),
             f"gates of attention have {self.gate_dim} numbers a head; there must be {self.head_dim} or, without biases "
             "of queries, 1",
         )
@@ -571,9 +572,7 @@ class ModelConfig:
             and (is_alone or (self.norms.before_attention is None) == (self.norms.before_mlp is None)),
             f"norms of a layer are at {self.norms}; attention and MLP must have the same places",
         )
-        check(
-            not (self.qk_norm and self.has_whole_qk_norm), "norms of heads and of whole projections exclude each other"
-        )
+        check(not (self.qk_norm and self.has_whole_qk_norm), "norms of heads exclude those of whole projections")
         check(
             not self.norms_after_rope
             or (

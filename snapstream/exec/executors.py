@@ -370,7 +370,8 @@ def _latent_entry(model: ModelConfig) -> int:
     if latent is None:
         return 0
     kept = latent.kv_rank + latent.rope_dim
-    return (latent.q_rank or 0) + heads * (latent.nope_dim + latent.rope_dim + kept + latent.kv_rank) + kept
+    of_head = latent.nope_dim + latent.rope_dim + model.gate_dim + kept + latent.kv_rank
+    return (latent.q_rank or 0) + heads * of_head + kept
 
 
 def _mixture_entry(model: ModelConfig, num_threads: int) -> int:

@@ -258,12 +258,16 @@ def _recurrent(decoder: Decoder, num_drafted: int) -> Recurrent:
             "gates": weights.matrices["delta_gates"].dense(), "rate": -vectors["delta_decay"].exp(),
             "step": vectors["delta_step"], "norm": vectors["delta_norm"],
         }  # fmt: skip
-        if net.gate_rank:
+        if net.gate_rank and not net.has_full_gates:
             for name in ("decay_up", "gate_up"):
                 given[name] = weights.matrices[f"delta_{name}"].dense()
         names = "key_heads", "value_heads", "key_dim", "value_dim", "gate_rank"
         sizes = {name: getattr(net, name) for name in names}
-        sizes |= {"most_beta": net.most_beta, "eps": net.norm_eps or config.rms_norm_eps}
+        sizes |= {
+            "most_beta": net.most_beta,
+            "decay_floor": net.decay_floor or 0.0,
+            "eps": net.norm_eps or config.rms_norm_eps,
+        }
     elif isinstance(net, Mamba2):
         given = {
             "rate": -vectors["mamba_decay"].exp(), "step": vectors["mamba_step"], "norm": vectors.get("mamba_norm"),

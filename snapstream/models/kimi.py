@@ -1,4 +1,6 @@
-"""Kimi Linear (Moonshot AI, arXiv 2510.26692): Kimi delta attention, latents without rotary embedding. No torch."""
+"""Kimi delta attention beside latents: Kimi Linear (Moonshot AI, arXiv 2510.26692), whose latents are not rotated;
+Ling 3.0 (inclusionAI), whose heads of latent attention have gates. No torch.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from dataclasses import replace
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet
-from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.deepseek import deepseek_v3, latent_refusals
+from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.deepseek import deepseek_v3, latent_refusals, latents_by_layer_refusals
 from snapstream.models.family import Family, Recipe, layer_kind_refusals, num_dense, num_layers, other_values
 from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, vector
 
@@ -70,6 +72,10 @@ def _tensors(config: ModelConfig) -> TensorSpecs:
     return {**decoder_tensors(config, names), **_delta_tensors(config)}
 
 
+def _ling_tensors(config: ModelConfig) -> TensorSpecs:
+    return {**decoder_tensors(config), **_delta_tensors(config)}
+
+
 def _delta_tensors(config: ModelConfig) -> TensorSpecs:
     """``delta_in`` projects to queries, keys, values, and what decays and gates of outputs are made of."""
     net, hidden = config.recurrent, config.hidden_size
@@ -77,7 +83,9 @@ def _delta_tensors(config: ModelConfig) -> TensorSpecs:
         return {}
     size, rank, heads = net.key_size, net.gate_rank, net.value_heads
     cuts = {name: slice(at * size, (at + 1) * size) for at, name in enumerate("qkv")}
-    low = {"f_a": slice(3 * size, 3 * size + rank), "g_a": slice(3 * size + rank, None)}
+    names = ("f", "g") if net.has_full_gates else ("f_a", "g_a")
+    low = dict(zip(names, (slice(3 * size, 3 * size + rank), slice(3 * size + rank, None)), strict=True))
+    decay = (heads,) if net.has_full_gates else (1, 1, heads, 1)
     specs = {
         "delta_in": TensorSpec(
             shape=(net.projected, hidden),
@@ -91,15 +99,58 @@ def _delta_tensors(config: ModelConfig) -> TensorSpecs:
             parts={f"self_attn.{name}_conv1d.weight": (cut,) for name, cut in cuts.items()},
         ),
         "delta_decay": TensorSpec(
-            shape=(1, 1, heads, 1), parts={"self_attn.A_log": ()}, is_matrix=False, dtype="float32"
+            shape=decay, parts={"self_attn.A_log": ()}, is_matrix=False, dtype="float32"
         ),
         "delta_step": replace(vector(size, "self_attn.dt_bias"), dtype="float32"),
         "delta_norm": vector(net.value_dim, "self_attn.o_norm.weight"),
         "delta_out": TensorSpec(shape=(hidden, size), parts={"self_attn.o_proj.weight": ()}),
     }  # fmt: skip
-    return {name: replace(spec, layers=config.recurrent_layers) for name, spec in specs.items()}
+    absent = ("delta_decay_up", "delta_gate_up") if net.has_full_gates else ()
+    return {name: replace(own, layers=config.recurrent_layers) for name, own in specs.items() if name not in absent}
 
 
+def _ling_settings(settings: Settings) -> Settings:
+    """Sizes of recurrent layers are those of attention, whose own ``head_dim`` transformers writes in its place."""
+    found = {**settings, **{own: settings[name] for name, own in FIELDS.items() if settings.get(name) is not None}}
+    if found.get("layer_types") is None:
+        step = max(whole_number(found, "layer_group_size"), 1)
+        full = [(layer + 1) % step == 0 for layer in range(num_layers(found))]
+        found["layer_types"] = [ATTENTION if own else LINEAR for own in full]
+    if found.get("linear_head_dim") is None:
+        found["linear_head_dim"] = found["head_dim"]
+    sizes = {"linear_num_heads": "num_attention_heads", "linear_conv_kernel_dim": "short_conv_kernel_size"}
+    return {**found, **{name: found.get(own) for name, own in sizes.items()}, "rope_interleave": True}
+
+
+def _ling_refusals(settings: Settings) -> list[str]:
+    known = {"moe_router_enable_expert_bias": True, "q_lora_rank": None, "score_function": "sigmoid",
+             "tie_word_embeddings": False}  # fmt: skip
+    return [*latents_by_layer_refusals(settings), *other_values(settings, known)]
+
+
+def _ling(settings: Settings) -> Recipe:
+    recipe = _recipe(settings)
+    del recipe["rotated_layers"]
+    if isinstance(net := recipe.get("recurrent"), DeltaNet):
+        floor = number(settings, "kda_lower_bound", most=0.0) if flag(settings, "kda_safe_gate") else None
+        recipe["recurrent"] = replace(net, gate_rank=net.key_size, has_full_gates=True, decay_floor=floor)
+    return {**recipe, "gate_dim": 1}
+
+
+LING3 = Family(
+    defaults={
+        **DEFAULTS, "bos_token_id": None, "eos_token_id": 156895, "first_k_dense_replace": 2, "head_dim": 128,
+        "kda_lower_bound": -5.0, "kda_safe_gate": True, "layer_group_size": 6, "linear_head_dim": None,
+        "moe_intermediate_size": 768, "n_group": 8, "n_routed_experts": 512, "rms_norm_eps": 1e-6,
+        "rope_theta": 6_000_000.0, "routed_scaling_factor": 2.5, "short_conv_kernel_size": 4, "topk_group": 4,
+    },
+    rewrite=_ling_settings, recipe=_ling, refusals=_ling_refusals, tensors=_ling_tensors,
+    other_layer_types=(LINEAR,), has_experts=True,
+    aliases={
+        ".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn.", ".word_embeddings.": ".embed_tokens.",
+        ".gate.expert_bias": ".gate.e_score_correction_bias",
+    },
+)  # fmt: skip
 KIMI_LINEAR = Family(
     defaults=DEFAULTS, rewrite=_rewrite, recipe=_recipe, refusals=_refusals, tensors=_tensors,
     other_layer_types=(LINEAR,), has_experts=True, aliases={".block_sparse_moe.": ".mlp."},  # of published experts

@@ -29,7 +29,7 @@ from snapstream.config.model import LatentConfig
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, SumNorm
 from snapstream.kv.cache import BatchShard, KVCache
-from snapstream.models.layers import ExpandingView, KVView, mlp_of
+from snapstream.models.layers import ExpandingView, KVView, StateView, mlp_of
 from snapstream.models.views import RowsView
 from snapstream.models.weights import LayerWeights
 
@@ -86,7 +86,7 @@ class LatentLayer:
         self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.vector("kv_a_norm")
         self._mlp = mlp_of(config, weights, kernels, group)
         self._heads = LatentHeads(config, config.latent, weights, kernels)
-        self._scales_queries = config.length_scale is not None
+        self._scales_queries, self._num_gates = config.length_scale is not None, config.num_heads * config.gate_dim
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -103,11 +103,16 @@ class LatentLayer:
 
     def attend_normed(self, normed: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """Attention of ``normed [T, D]`` behind its view, ``[T', H, U]``."""
-        queries, latents = self._project(normed, rope)
+        queries, latents, gates = self._project(normed, rope)
         if isinstance(view, ExpandingView):
-            return view.attend_latents(self._index, queries, latents, self._heads)
-        heads = torch.cat((self._heads.absorbed(queries), latents), 1)  # [T, H+1, E]
-        return self._heads.values(view.attend(self._index, heads, _NO_NORM, None))
+            attended = view.attend_latents(self._index, queries, latents, self._heads)
+        else:
+            heads = torch.cat((self._heads.absorbed(queries), latents), 1)  # [T, H+1, E]
+            attended = self._heads.values(view.attend(self._index, heads, _NO_NORM, None))
+        if gates is None:
+            return attended
+        assert isinstance(view, StateView)
+        return attended * view.outputs(gates).sigmoid()[:, :, None]
 
     def project(self, attended: Tensor) -> Tensor:
         """The output of this rank's heads, from ``[T', H, U]`` to ``[T', D]``."""
@@ -119,8 +124,10 @@ class LatentLayer:
         own = self._mlp_out_norm
         return output if own is None else self._kernels.rms_norm(output, own, self._eps)
 
-    def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
-        """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""
+    def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers, and what
+        gates of heads are the sigmoid of, ``[T, H]``, if there are any.
+        """
         latent, kernels = self._latent, self._kernels
         scales = rope[0][1, ..., :1] if self._scales_queries else None  # [T, 1, 1]
         rope = rope if scales is None else (rope[0][0], rope[1][0])
@@ -128,7 +135,10 @@ class LatentLayer:
             reduced = kernels.rms_norm(self._q_a.multiply(normed, None, kernels), self._q_a_norm, LATENT_EPS)
         else:
             reduced = normed
-        queries = self._q.multiply(reduced, None, kernels).view(len(normed), -1, latent.query_dim)
+        projected, gates = self._q.multiply(reduced, None, kernels), None
+        if self._num_gates:
+            projected, gates = projected[:, : -self._num_gates], projected[:, -self._num_gates :]
+        queries = projected.unflatten(1, (-1, latent.query_dim))
         kept = self._kv_a.multiply(normed, None, kernels)  # [T, R + P]
         compressed = kernels.rms_norm(kept[:, : latent.kv_rank].contiguous(), self._kv_a_norm, LATENT_EPS)
         unrotated = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]
@@ -136,7 +146,7 @@ class LatentLayer:
         queries = torch.cat((queries[..., : latent.nope_dim], rotated[:, :-1]), -1)
         if scales is not None:
             queries.mul_(scales)
-        return queries, torch.cat((compressed[:, None], rotated[:, -1:]), -1)
+        return queries, torch.cat((compressed[:, None], rotated[:, -1:]), -1), gates
 
 
 class DataParallelRowsView(RowsView):

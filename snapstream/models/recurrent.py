@@ -73,16 +73,17 @@ class DeltaNetLayer(DenseLayer):
         projected = self._in.multiply(x, None, self._kernels)  # [T, C + V], of KDA [T, C + 2R]
         gates = self._gates.multiply(x, None, self._kernels)  # [T, 2H], of KDA [T, H]
         mixed, z = projected[:, : self._net.channels], projected[:, self._net.channels :]
-        if self._decay_up is not None:
+        if self._net.gate_rank:
             decays, z = z.chunk(2, dim=1)
-            gates = torch.cat((gates, self._decay_up.multiply(decays.contiguous(), None, self._kernels)), dim=1)
-        of_rows = self._recur_rows if self._net.most_beta == 1.0 else None  # kernels know no other
+            if self._decay_up is not None:
+                decays = self._decay_up.multiply(decays.contiguous(), None, self._kernels)
+            gates = torch.cat((gates, decays), dim=1)
+        is_usual = self._net.most_beta == 1.0 and self._net.decay_floor is None  # kernels know no other
+        of_rows = self._recur_rows if is_usual else None
         out = view.recur(self._index, torch.cat((mixed, gates), dim=1), self._recur, of_rows)
         z = view.outputs(z)
-        if self._gate_up is None:
-            gate = F.silu(z.to(torch.float32))
-        else:
-            gate = self._gate_up.multiply(z.contiguous(), None, self._kernels).to(torch.float32).sigmoid()
+        z = z if self._gate_up is None else self._gate_up.multiply(z.contiguous(), None, self._kernels)
+        gate = z.to(torch.float32).sigmoid() if self._net.gate_rank else F.silu(z.to(torch.float32))
         heads = out.view(-1, self._net.value_heads, self._net.value_dim)
         normed = self._kernels.rms_norm(heads.to(x.dtype).flatten(0, 1), self._out_norm, self._norm_eps).view_as(heads)
         return (normed * gate.reshape(heads.shape)).to(x.dtype)
@@ -98,10 +99,11 @@ class DeltaNetLayer(DenseLayer):
         q, k, v = mixed.to(torch.float32).split((net.key_size, net.key_size, net.value_size), dim=-1)
         q, k = (_unit(part.unflatten(-1, (net.key_heads, net.key_dim))) for part in (q, k))
         v = v.unflatten(-1, (net.value_heads, net.value_dim))
-        step, rate = F.softplus(a + self._step), self._rate
+        a, rate = a + self._step, self._rate
         if net.gate_rank:
-            step, rate = step.unflatten(-1, (net.value_heads, net.key_dim)), rate[:, None]
-        decay, beta = rate * step, self._net.most_beta * b.sigmoid()
+            a, rate = a.unflatten(-1, (net.value_heads, net.key_dim)), rate[:, None]
+        decay = rate * F.softplus(a) if net.decay_floor is None else net.decay_floor * (-rate * a).sigmoid()
+        beta = self._net.most_beta * b.sigmoid()
         return self._kernels.gated_delta(q, k, v, decay, beta, states["memory"]).flatten(2)
 
     def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:

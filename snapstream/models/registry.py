@@ -59,7 +59,7 @@ from snapstream.models.granite import (
     GRANITE_SWA,
     HYPERCLOVA_X,
 )
-from snapstream.models.kimi import KIMI_LINEAR
+from snapstream.models.kimi import KIMI_LINEAR, LING3
 from snapstream.models.lfm import LFM2, LFM2_MOE, LFM2_TEXT_PART, LFM3, LFM3_TEXT_PART
 from snapstream.models.llama import (
     APERTUS,
@@ -186,6 +186,7 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen3_5ForConditionalGeneration": QWEN3_5_TEXT_PART,
         "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_TEXT_PART,
         "KimiLinearForCausalLM": KIMI_LINEAR,
+        "BailingHybridForCausalLM": LING3,
         "Lfm2ForCausalLM": LFM2,
         "Lfm2MoeForCausalLM": LFM2_MOE,
         "Lfm3ForCausalLM": LFM3,

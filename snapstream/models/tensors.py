@@ -468,8 +468,12 @@ def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> Tenso
         order = {part: _halves(rows, head_rows, latent.rope_dim)} if head_rows and latent.is_interleaved else {}
         return TensorSpec(shape=(rows, columns), parts={part: ()}, row_order=order, shard_dim=shard_dim)
 
+    queries = matrix(q_rows, latent.q_rank or hidden, q_name, head_rows=latent.query_dim, shard_dim=0)
+    if config.gate_dim:  # of heads, after their queries
+        parts = {f"self_attn.{q_name}.weight": (slice(q_rows),), "self_attn.g_proj.weight": (slice(q_rows, None),)}
+        queries = replace(queries, shape=(q_rows + num_heads, hidden), parts=parts)
     specs = {
-        "q": matrix(q_rows, latent.q_rank or hidden, q_name, head_rows=latent.query_dim, shard_dim=0),
+        "q": queries,
         "kv_a": matrix(latent.latent_dim, hidden, "kv_a_proj_with_mqa", head_rows=latent.latent_dim),
         "kv_a_norm": vector(latent.kv_rank, "self_attn.kv_a_layernorm.weight"),
         # Decode multiplies with parts of it, head by head.

@@ -115,6 +115,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             found["topk_method"] = random.choice(["greedy", "group_limited_greedy"])
         elif architecture.startswith(("Mistral4", "Kimi")):
             del found["topk_method"]
+        elif architecture.startswith("Bailing"):
+            found["q_lora_rank"] = None
     else:
         rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
         found["head_dim"] = size.inputs(160, times=heads, multiple=max(4, int(rotated / part)))
@@ -161,6 +163,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         if architecture.startswith("Kimi"):
             found |= {"linear_num_heads": (count := size.any(1, 4)), "tie_word_embeddings": False,
                       "linear_head_dim": size.inputs(140, times=count)}  # fmt: skip
+        if architecture.startswith("Bailing"):
+            found |= {"tie_word_embeddings": False, "linear_head_dim": size.inputs(100, times=heads),
+                      "short_conv_kernel_size": size.any(2, 6), "kda_safe_gate": random.random() < 0.7}  # fmt: skip
         if architecture.startswith("Nemotron"):
             found |= draw_single_parts(random, size)
     if family.has_experts:
@@ -294,7 +299,10 @@ def draw_single_parts(random: Random, size: Sizes) -> dict[str, Any]:
 def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) -> dict[str, Any]:
     groups = (
         random.choice([1, 1, 2, 4])
-        if any(name in architecture for name in ("Deepseek", "Glm4", "Nemotron", "Kimi", "ExaoneMoe", "Solar", "AXK1"))
+        if any(
+            name in architecture
+            for name in ("Bailing", "Deepseek", "Glm4", "Nemotron", "Kimi", "ExaoneMoe", "Solar", "AXK1")
+        )
         else 1
     )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)

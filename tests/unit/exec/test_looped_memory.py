@@ -69,6 +69,12 @@ MODELS["kda"] = MODELS["latents"] | {
     "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 5, "linear_num_heads": 8, "linear_head_dim": 64,
     "first_k_dense_replace": 5, "tie_word_embeddings": False,
 }  # fmt: skip
+# The same with gates of heads, and all the numbers of those of recurrent layers projected at once.
+MODELS["gated latents"] = MODELS["latents"] | {
+    "architectures": ["BailingHybridForCausalLM"], "num_hidden_layers": 3, "layer_group_size": 3, "q_lora_rank": None,
+    "first_k_dense_replace": 3, "linear_head_dim": 64, "tie_word_embeddings": False, "num_attention_heads": 7,
+    "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 # Two sizes of heads, shared keys and values, wide MLPs, embeddings for each layer; experts beside every MLP.
 MODELS["shared"] = COMMON | {
     "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 512,
@@ -102,6 +108,7 @@ ROWS = 32
 @pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("four norms", "float32"),
                                              ("experts", "float32"), ("recurrent", "float32"),
                                              ("single parts", "float32"), ("kda", "float32"),
+                                             ("gated latents", "float32"),
                                              ("side by side", "float32"), ("side by side", "int8"),
                                              ("shared", "float32"), ("shared", "int8"), ("streams", "float32"),
                                              ("streams", "int8"), ("beside", "float32"), ("query heads", "float32"),

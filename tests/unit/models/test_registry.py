@@ -37,6 +37,7 @@ APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "aper
 MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
 NANOCHAT = {**LLAMA, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
 LAGUNA = {**LLAMA, "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_experts": 4}
+LING = {**LLAMA, **LATENTS, "architectures": ["BailingHybridForCausalLM"], "q_lora_rank": None}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
             "hybrid_override_pattern": "ME*-"}  # fmt: skip
 DEEPSEEK = {**LLAMA, **LATENTS, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -124,6 +125,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
              "sliding_attention": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "rope_type": "default"}},
          "shared_expert_intermediate_size": 512, "sliding_window": 512, "vocab_size": 100352},
         33_442_617_088,  # with the corrections of the routers
+    ),
+    "Ling-3.0-Flash": (  # as the config class of transformers has it
+        {"architectures": ["BailingHybridForCausalLM"], "first_k_dense_replace": 2, "head_dim": 128,
+         "hidden_size": 2560, "intermediate_size": 6144, "kda_lower_bound": -5.0, "kda_safe_gate": True,
+         "layer_group_size": 6, "model_max_length": 262144, "moe_intermediate_size": 768, "num_attention_heads": 32,
+         "num_experts": 512, "num_experts_per_token": 8, "num_hidden_layers": 42, "num_shared_experts": 1,
+         "rope_theta": 6000000, "short_conv_kernel_size": 4, "vocab_size": 157184},
+        124_414_211_552,  # with the corrections of the routers
     ),
     "LFM2-8B-A1B": (
         {"architectures": ["Lfm2MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 7168,
@@ -1105,6 +1114,9 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         "sparse indexer.*2048",
     ),
     ({**DEEPSEEK, "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}}, "only yarn has it"),
+    ({**LING, "q_lora_rank": 24}, "q_lora_rank is 24; of this architecture it must be None"),
+    ({**LING, "score_function": "softmax"}, "score_function is 'softmax'; of this architecture it must be 'sigmoid'"),
+    ({**LING, "kda_lower_bound": 1.0}, "kda_lower_bound is 1.0; it must be a number up to 0"),
     ({**KIMI, "mla_use_nope": False}, "mla_use_nope is False; of this architecture it must be True"),
     ({**KIMI, "moe_router_activation_func": "softmax"}, "moe_router_activation_func is 'softmax'"),
     ({**KIMI, "linear_attn_config": [4]}, r"linear_attn_config is \[4\]; it must be an object"),
@@ -1257,7 +1269,7 @@ WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM", "VaultGemmaForCausalLM")  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK1ForCausalLM",
-                "KimiLinearForCausalLM", "KimiK25ForConditionalGeneration",
+                "KimiLinearForCausalLM", "BailingHybridForCausalLM", "KimiK25ForConditionalGeneration",
                 "Kimi_K25ForConditionalGeneration")  # fmt: skip
 
 
@@ -1309,6 +1321,12 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "mamba_d_conv": 3, "mamba_conv_bias": False, "mamba_proj_bias": True}  # fmt: skip
     if architecture == "HyperCLOVAXForCausalLM":
         settings["use_post_norm"] = False
+    if architecture == "BailingHybridForCausalLM":
+        settings |= {"q_lora_rank": None, "tie_word_embeddings": False, "n_group": 16, "num_local_experts": 80,
+                     "num_experts_per_tok": 3, "n_shared_experts": 4, "short_conv_kernel_size": 3,
+                     "layer_group_size": 2, "kda_lower_bound": -3.0, "max_position_embeddings": 512}  # fmt: skip
+        for name in ("layer_types", "mlp_layer_types", "n_routed_experts", "num_experts"):
+            settings.pop(name, None)
     if architecture == "KimiLinearForCausalLM":
         settings |= {
             "linear_head_dim": 24,

@@ -85,7 +85,8 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     // Of gated DeltaNet: [L', 2 H, D], of beta and of the decay of each value head; [L', H] each; [L', V]
     const float *gates, *rate, *step, *norm;
     // Of KDA: gates [L', H, D] of beta alone, step [L', H K]; to decays per element of a key [L', H K, R] and to the gates
-    // of outputs [L', H V, R], from two times R numbers in the place of z. gate_rank 0: not KDA.
+    // of outputs [L', H V, R], from two times R numbers in the place of z; null: these numbers are decays and gates themselves.
+    // gate_rank 0: not KDA.
     const float *decay_up, *gate_up;
     // Of Mamba-2 instead: no gates, norm [L', I], and what inputs add to outputs [L', H]; key heads are groups, with B and
     // C of key_dim numbers, value heads its heads. Null: not Mamba-2.
@@ -95,6 +96,7 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     int64_t projected, mixed;  // rows of recurrent_in; columns of recurrent_out
     const float* in_scales;    // [projected]: what it projects is multiplied by; or null
     float out_multiplier;    // of what out gives, in layers that have attention too
+    float decay_floor;       // of KDA: decays are e to this times a sigmoid; 0: not
     float most_beta, eps;    // of gated DeltaNet: what a sigmoid is times; of the norms of outputs
 };
 

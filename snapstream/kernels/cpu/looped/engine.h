@@ -84,7 +84,7 @@ struct LatentBuffers {  // of a batch of B
         const Latent& m = model.latent;
         if (!m.rank) return;
         narrow = cut(batch * m.q_rank);
-        wide = cut(batch * model.heads * (m.nope_dim + m.rope_dim));
+        wide = cut(batch * model.heads * (m.nope_dim + m.rope_dim + model.gate_dim));
         kept = cut(batch * (m.rank + m.rope_dim));
         queries = cut(batch * model.heads * (m.rank + m.rope_dim));
         mixed = cut(batch * model.heads * m.rank);

@@ -60,7 +60,7 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
         const int64_t tokens = std::min<int64_t>(MOST_DOTS, w.step.batch - b);
         float* out = w.absorbed.queries + b * stride + head * latent_size(w);
         for (int64_t t = 0; t < tokens; ++t) {
-            const float* q = w.absorbed.wide + ((b + t) * w.model.heads + head) * query_size(w);
+            const float* q = w.absorbed.wide + (b + t) * w.model.parts[layer].q.rows + head * query_size(w);
             const float factor = w.latent.factor * query_scale(w, b + t);
             for (int64_t i = 0; i < w.latent.nope_dim; ++i) w.scratch[t * w.latent.nope_dim + i] = q[i] * factor;
             if (block) continue;
@@ -162,6 +162,7 @@ inline void attend_latents(Work& w, int64_t layer) {
 // Expands the mixed latents to the values of each head: packed [B, H U].
 inline void expand_values(Work& w, int64_t layer) {
     const int64_t blocks = (w.latent.value_dim + W - 1) / W, cols = w.model.heads * w.latent.value_dim;
+    const int64_t queries = w.model.parts[layer].q.rows;
     w.share(w.model.heads * blocks, 1, [&](int64_t task) {
         const int64_t head = task / blocks, first = task % blocks * W;
         const int64_t count = std::min<int64_t>(W, w.latent.value_dim - first);
@@ -172,7 +173,13 @@ inline void expand_values(Work& w, int64_t layer) {
             dots(tokens, mixed, w.model.heads * w.latent.rank, up, count, w.latent.rank, w.scratch, W);
             for (int64_t t = 0; t < tokens; ++t) {
                 const Packed to(w.engine.packed, w.tokens, b + t, cols);
-                for (int64_t i = 0; i < count; ++i) to.put(head * w.latent.value_dim + first + i, w.scratch[t * W + i]);
+                float share = 1.0f;
+                if (w.model.gate_dim) {  // after the queries
+                    const float* gates = w.absorbed.wide + (b + t) * queries + w.model.heads * query_size(w);
+                    share = 1.0f / (1.0f + std::exp(-gates[head]));
+                }
+                for (int64_t i = 0; i < count; ++i)
+                    to.put(head * w.latent.value_dim + first + i, w.scratch[t * W + i] * share);
                 if (task == w.model.heads * blocks - 1) to.end(cols);
             }
         }

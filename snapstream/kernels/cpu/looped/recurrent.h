@@ -257,17 +257,20 @@ inline void delta_head(Work& w, int64_t layer, int64_t b, int64_t head, float* m
         if (kept) kept[value_head] = beta;
         if (rank) {
             const float *first = x + own.channels, *steps = own.step + at * keys;
-            dots(1, first, rank, own.decay_up + at * keys * rank, keys, rank, decays, 0);
+            if (own.decay_up) dots(1, first, rank, own.decay_up + at * keys * rank, keys, rank, decays, 0);
+            else std::copy(first + value_head * keys, first + (value_head + 1) * keys, decays);
             for_columns(keys, [&](int64_t j, int64_t some) {
                 const vec logits = load_some(decays + j, some) + load_some(steps + j, some);
-                const vec decay = exponential(softplus(logits) * own.rate[at]);
+                const vec power = own.decay_floor ? own.decay_floor / (1.0f + exponential(logits * own.rate[at]))
+                                                  : softplus(logits) * own.rate[at];
+                const vec decay = exponential(power);
                 store_some(decays + j, decay, some);
                 store_some(decayed + j, decay * load_some(k + j, some), some);
             });
             if (kept) std::copy(decays, decays + keys, kept + own.value_heads + value_head * keys);
             delta_rule<true>(state, keys, values, q, k, decays, decayed, beta, own_v, found);
-            dots(1, first + rank, rank, own.gate_up + at * values * rank, values, rank, gated, 0);
-            z = gated;
+            z = own.gate_up ? gated : first + rank + value_head * values;
+            if (own.gate_up) dots(1, first + rank, rank, own.gate_up + at * values * rank, values, rank, gated, 0);
         } else {
             const float logit = gate_logit(w, layer, b, gates + (own.value_heads + value_head) * hidden);
             const float decay = std::exp(own.rate[at] * step_of(logit + own.step[at]));
