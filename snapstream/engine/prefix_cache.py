@@ -12,10 +12,11 @@ work: five agents over one document cost one prefill. Requests behind it do not 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import takewhile
 from typing import Literal, NamedTuple
@@ -277,14 +278,8 @@ def _is_within(name: str, namespace: str | None) -> bool:
 def _common(first: bytes, second: bytes) -> int:
     """Tokens that two blocks share from their beginning."""
     size = array(_TOKEN).itemsize
-    low, high = 0, min(len(first), len(second)) // size
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[: middle * size] == second[: middle * size]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    ends = range(size, min(len(first), len(second)) + 1, size)
+    return bisect_left(ends, True, key=lambda end: first[:end] != second[:end])
 
 
 DISK_WAIT_S = 0.05  # longest wait of an idle engine: it must still read messages
@@ -390,7 +385,7 @@ class DiskTransfers:
             wait([read.done for read in self._reads], DISK_WAIT_S, FIRST_COMPLETED)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefixStats:
     """Counts of tokens since the start; blocks as they are now."""
 
@@ -458,7 +453,7 @@ class PrefixLookup:
         self._tier = tier
         self._disk = None if tier is None else DiskTransfers(self.index, tier)
         self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
-        self._queries = self._saved = self._saved_answers = self._lost_answers = 0
+        self._stats = PrefixStats()
         self._hits: Counter[Origin] = Counter()
         self._idle_len = store.idle_len
         self._most_staged = min(config.max_model_len - 1, config.pool_tokens - config.short_reserve)
@@ -466,14 +461,11 @@ class PrefixLookup:
 
     def stats(self) -> PrefixStats:
         index = self.index
-        return PrefixStats(
-            queries=self._queries,
+        return replace(
+            self._stats,
             hits=self._hits.total(),
             answer_hits=self._hits["answer"],
             idle_hits=self._hits["idle"],
-            saved=self._saved,
-            saved_answers=self._saved_answers,
-            lost_answers=self._lost_answers,
             evicted_blocks=index.num_evicted,
             used_blocks=index.num_used,
             num_blocks=index.num_blocks,
@@ -539,7 +531,7 @@ class PrefixLookup:
         if len(restored) * self._block_len < self._min_restored:
             restored = ()
         if not live.is_idle:
-            self._queries += live.num_tokens
+            self._stats.queries += live.num_tokens
             for node in restored:
                 self._hits[node.origin] += self._block_len
         diverged_at = self.index.diverged_at(namespace, lookup.chain, lookup.rest)
@@ -583,7 +575,7 @@ class PrefixLookup:
             return
         self.index.release(held.restored)
         if is_done:
-            self._saved += len(held.saved.nodes) * self._block_len
+            self._stats.saved += len(held.saved.nodes) * self._block_len
             self.index.commit(held.saved)
             if self._disk is not None and (held.saved.nodes or held.snapshots):
                 self._filled[live] = held
@@ -608,7 +600,7 @@ class PrefixLookup:
         ids = (*live.request.prompt_token_ids, *token_ids[:-1])
         chain = chain_of(ids, self._block_len)
         if num_written > min(self._row_len, live.budget.capacity):
-            self._lost_answers += len(token_ids)
+            self._stats.lost_answers += len(token_ids)
             num_new = len(ids) - self.probe(ids, live.request.namespace)
             is_worth_it = self._block_len <= num_new <= self._idle_len and len(ids) <= self._most_staged
             if is_worth_it and len(live.samples) == 1:  # of several a caller goes on with one at most
@@ -619,7 +611,8 @@ class PrefixLookup:
             return None
         self.index.commit(reservation)  # plans run in order
         num_saved = len(reservation.nodes) * self._block_len
-        self._saved, self._saved_answers = self._saved + num_saved, self._saved_answers + num_saved
+        self._stats.saved += num_saved
+        self._stats.saved_answers += num_saved
         numbers = tuple(node.number for node in reservation.nodes)
         moves = PrefixMoves(block_len=self._block_len, saved=numbers, first_saved=reservation.first)
         return StoredAnswer(SavedRow(row=sample.row, moves=moves), live.request.namespace, chain, reservation)
