@@ -42,7 +42,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 200,
-    "Python lines of the package": 52884,
+    "Python lines of the package": 52877,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 227,
     "modules with one importer": 21,
