@@ -178,6 +178,7 @@ PrefillAttentionName = Literal[
     "reference",
     "cpu",
     "cpu_fp32",
+    "cpu_int16",
     "cpu_bf16",
     "sdpa_flash",
     "sdpa_cudnn",

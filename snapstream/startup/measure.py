@@ -167,6 +167,7 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
             executor_problems=problems_here(num_ranks),
             gains_by_bf16=gains_by("bf16"),
             gains_by_int8=gains_by("codes"),
+            attends_in_int16=gains_by("int16"),
             draft=draft,
             num_gpus=0,
         )
@@ -191,15 +192,15 @@ def decide(model: ModelConfig, options: EngineOptions, draft: DraftMemory | None
     return resolve(model, options, measure_machine(options.device, draft, num_ranks=options.parallel.ranks_here))
 
 
-def gains_by(inputs: Literal["bf16", "codes"]) -> bool:
+def gains_by(inputs: Literal["bf16", "codes", "int16"]) -> bool:
     """Whether the native library's prefill products are faster here with inputs in bf16; with int8 or int4 weights, in
-    int8. The first call measures them.
+    int8; those of attention in int16. The first call measures them.
     """
     from snapstream.kernels.cpu.looped.library import library_problem, load
 
     if library_problem() is not None:
         return False
-    return bool(load().gains_by_bf16() if inputs == "bf16" else load().gains_by_codes())
+    return bool(getattr(load(), f"gains_by_{inputs}")())
 
 
 def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:

@@ -49,6 +49,7 @@ class Machine:
     executor_problems: Mapping[str, str] = field(default_factory=dict)  # executors that it cannot run, and why
     gains_by_bf16: bool = False  # whether a CPU's prefill GEMMs are faster with inputs in bf16
     gains_by_int8: bool = False  # and those of int8 and int4 weights with inputs in int8 than with any other
+    attends_in_int16: bool = False  # whether a CPU attends prompts faster in products of int16 than in fp32
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
     num_gpus: int = 1  # that this process sees; 0 on a CPU
@@ -117,8 +118,8 @@ def _with_rounded_inputs(
         return config
     if formats.layers.dtype not in ("bfloat16", "int8", "int4"):
         return config
-    if machine.gains_by_bf16 and config.prefill_attention == "auto":
-        config = replace(config, prefill_attention="cpu_bf16")
+    if config.prefill_attention == "auto" and (machine.gains_by_bf16 or machine.attends_in_int16):
+        config = replace(config, prefill_attention="cpu_bf16" if machine.gains_by_bf16 else "cpu_int16")
     if formats.layers.is_quantized and formats.layers.rounds_inputs and machine.gains_by_int8:
         return replace(config, weights=replace(formats, prefill_inputs="int8"))
     if not machine.gains_by_bf16:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,8 +22,15 @@ from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
 from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
-from snapstream.kernels.cpu.looped.library import Library, load
-from snapstream.kernels.cpu.looped.prompt import attend, attend_f32, packed_attention, prefill_attention, stage_heads
+from snapstream.kernels.cpu.looped.library import load
+from snapstream.kernels.cpu.looped.prompt import (
+    Products,
+    attend,
+    attend_lanes,
+    packed_attention,
+    prefill_attention,
+    stage_heads,
+)
 from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, Xielu, bind
 from snapstream.kernels.rows import PackedLens
 from snapstream.llm import LLM
@@ -61,6 +67,47 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(parts, -1)
 
 
+def native_of(name: str, instructions: InstructionSet) -> Callable[..., Tensor]:
+    """The kernel of that name; skips the test of instructions that lack it."""
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
+        cap: float | None = None,
+    ) -> Tensor:  # fmt: skip
+        options: Any = {"window": window, "sinks": sinks, "cap": cap}
+        if name == "cpu_bf16":
+            return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), **options)
+        return attend_lanes(own, q, k, v, products="int16" if name == "cpu_int16" else "float32", **options)
+
+    own = library.load(instructions)
+    if not {"cpu_bf16": own.multiplies_bf16, "cpu_int16": own.multiplies_int16}.get(name, lambda: True)():
+        pytest.skip(f"{instructions} cannot")
+    return call
+
+
+def rounded(name: str, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """What the kernel of that name multiplies."""
+    if name == "cpu_bf16":
+        return [x.bfloat16().float() for x in (q, k, v)]
+    if name == "cpu_fp32":
+        return [q, k, v]
+    most = min(int((INT32_MAX / q.shape[-1]) ** 0.5), 8191)
+    scales = [x.abs().amax(-1, keepdim=True) / most for x in (q, k)]
+    values = 2.0 ** (v.abs().amax(-1, keepdim=True) / (INT32_MAX // (4095 * 96))).log2().ceil()
+    return [(x / scale).round() * scale for x, scale in zip((q, k, v), (*scales, values), strict=True)]
+
+
+def allowed(name: str, v: Tensor) -> float:
+    """Shares are rounded: to 8 bits, or to 12 beside the largest of a block."""
+    return {"cpu_fp32": 3e-6, "cpu_bf16": float(v.abs().max()) / 256, "cpu_int16": float(v.abs().max()) / 1000}[name]
+
+
+INT32_MAX = 2**31 - 1
+NATIVE = pytest.mark.parametrize("name", ["cpu_fp32", "cpu_int16", pytest.param("cpu_bf16", marks=needs_bf16)])
+OF_EACH_SET = pytest.mark.parametrize("instructions", instruction_sets())
+
+
+@pytest.mark.parametrize("name", ["cpu_fp32", "cpu_int16"])
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=25)
 @given(
@@ -70,34 +117,58 @@ def expected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 )  # fmt: skip
 def test_as_the_reference(
     queries: int, kv_heads: int, shared: int, before: int, size: int, value_size: int, scale: float, threads: int,
-    instructions: InstructionSet,
+    instructions: InstructionSet, name: str,
 ) -> None:  # fmt: skip
+    native = native_of(name, instructions)
     q, k, v = sample(queries, kv_heads * shared, kv_heads, before + queries, size, value_size)
-    q = q * scale
+    q, k, v = rounded(name, q * scale, k, v)
     count = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
-        got = attend_f32(library.load(instructions), q, k, v, [(queries, before + queries)])
+        got = native(q, k, v)
     finally:
         torch.set_num_threads(count)
-    torch.testing.assert_close(got, expected(q, k, v), rtol=2e-5 * scale, atol=3e-6 * scale)
+    torch.testing.assert_close(got, expected(q, k, v), rtol=2e-5 * scale, atol=allowed(name, v) * scale)
 
 
+@pytest.mark.parametrize("name", ["cpu_fp32", "cpu_int16"])
 @pytest.mark.parametrize("instructions", instruction_sets())
 @pytest.mark.parametrize(("size", "value_size"), [(32, 32), (48, 32), (64, 64), (128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize(("queries", "heads", "kv_heads", "before"), [(1, 3, 1, 0), (97, 4, 2, 95), (64, 2, 2, 33)])
 def test_sizes_of_real_heads(
-    instructions: InstructionSet, size: int, value_size: int, queries: int, heads: int, kv_heads: int, before: int
-) -> None:
-    q, k, v = sample(queries, heads, kv_heads, before + queries, size, value_size)
-    got = attend_f32(library.load(instructions), q, k, v, [(queries, before + queries)])
-    torch.testing.assert_close(got, expected(q, k, v), rtol=1e-5, atol=2e-6)
+    instructions: InstructionSet, size: int, value_size: int, queries: int, heads: int, kv_heads: int, before: int,
+    name: str,
+) -> None:  # fmt: skip
+    q, k, v = rounded(name, *sample(queries, heads, kv_heads, before + queries, size, value_size))
+    got = native_of(name, instructions)(q, k, v)
+    torch.testing.assert_close(got, expected(q, k, v), rtol=1e-5, atol=allowed(name, v))
 
 
-@pytest.mark.parametrize("instructions", instruction_sets())
-def test_the_same_bits_in_any_chunks_and_company(instructions: InstructionSet) -> None:
+@OF_EACH_SET
+@pytest.mark.parametrize("size", [64, 129, 256])
+def test_whole_numbers_do_not_overflow(instructions: InstructionSet, size: int) -> None:
+    """Every number is the largest that there is, and every share; of values of other sizes each has a scale."""
+    native = native_of("cpu_int16", instructions)
+    ones = torch.ones(2, 200, size)
+    for sign in (1.0, -1.0):
+        got = native(sign * torch.ones(200, 2, size), ones, ones)
+        torch.testing.assert_close(got, torch.ones(200, 2, size), rtol=1e-5, atol=0)
+    q, k, v = sample(100, 2, 2, 200, size, size)
+    v *= torch.logspace(-3, 3, 200)[:, None]
+    want = reference.prefill_attention(q.contiguous(), k, v)
+    torch.testing.assert_close(native(q, k, v), want, rtol=0, atol=float(v.abs().max()) / 2000)
+    v[:, 10:] = 0.0  # most shares belong to nothing
+    want = reference.prefill_attention(q.contiguous(), k, v)
+    torch.testing.assert_close(native(q, k, v), want, rtol=0, atol=float(want.abs().max()) / 200)
+
+
+@pytest.mark.parametrize("products", ["float32", "int16"])
+@OF_EACH_SET
+def test_the_same_bits_in_any_chunks_and_company(instructions: InstructionSet, products: Products) -> None:
+    native_of(f"cpu_{products}".replace("float", "fp"), instructions)
+
     def own(q: Tensor, k: Tensor, v: Tensor, *ends: tuple[int, int]) -> Tensor:
-        return attend_f32(library.load(instructions), q, k, v, list(ends) or [(len(q), k.shape[1])])
+        return attend_lanes(library.load(instructions), q, k, v, list(ends) or None, products=products)
 
     q, k, v = sample(500, 6, 2, 500, 40, 24)
     whole = own(q, k, v)
@@ -112,39 +183,24 @@ def test_the_same_bits_in_any_chunks_and_company(instructions: InstructionSet) -
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-@pytest.mark.parametrize("instructions", instruction_sets())
-def test_what_is_not_finite_stays_seen(instructions: InstructionSet, wrong: float) -> None:
+@pytest.mark.parametrize("name", ["cpu_fp32", "cpu_int16"])
+@OF_EACH_SET
+def test_what_is_not_finite_stays_seen(instructions: InstructionSet, name: str, wrong: float) -> None:
+    native = native_of(name, instructions)
     q, k, v = sample(20, 2, 1, 30, 16, 16)
     q[4, 1, 3] = wrong
-    got = attend_f32(library.load(instructions), q, k, v, [(20, 30)])
+    got = native(q, k, v)
     assert not got[4, 1].isfinite().any()
     got[4, 1] = 0.0
     assert got.isfinite().all()
-
-
-def native_of(name: str, instructions: InstructionSet) -> Callable[..., Tensor]:
-    """The kernel of that name; skips the test of instructions that lack it."""
-
-    def in_fp32(
-        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        return attend_f32(own, q, k, v, [(len(q), k.shape[1])], window=window, sinks=sinks, cap=cap)
-
-    def in_bf16(
-        own: Library, q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
-    ) -> Tensor:  # fmt: skip
-        return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), window=window, sinks=sinks, cap=cap)
-
-    own = library.load(instructions)
-    if name == "cpu_bf16" and not own.multiplies_bf16():
-        pytest.skip(f"{instructions} does not multiply bf16")
-    return partial(in_fp32 if name == "cpu_fp32" else in_bf16, own)
-
-
-NATIVE = pytest.mark.parametrize("name", ["cpu_fp32", pytest.param("cpu_bf16", marks=needs_bf16)])
-OF_EACH_SET = pytest.mark.parametrize("instructions", instruction_sets())
+    q, k, v = sample(20, 2, 1, 30, 16, 16)
+    k[0, 25, 3] = wrong
+    got = native(q, k, v)
+    assert got[:15].isfinite().all()  # these do not see it
+    assert wrong == float("inf") or got[15:].isnan().all()
+    q, k, v = sample(20, 2, 1, 30, 16, 16)
+    v[0, 3, 3] = wrong
+    assert not native(q, k, v)[..., 3].isfinite().any()
 
 
 @NATIVE
@@ -165,10 +221,9 @@ def test_a_sliding_window(
     size: int,
 ) -> None:
     q, k, v = sample(queries, heads, kv_heads, before + queries, size, size)
-    if name == "cpu_bf16":
-        q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    q, k, v = rounded(name, q, k, v)
     want = reference.prefill_attention(q, k, v, window=window)
-    atol = 2e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256  # the shares are rounded
+    atol = allowed(name, v)
     native = native_of(name, instructions)
     got = native(q, k, v, window)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=atol)
@@ -184,9 +239,8 @@ def test_learned_sinks(
 ) -> None:
     """Sinks above and below all scores; the same bits in any chunks."""
     q, k, v = sample(queries, heads, kv_heads, before + queries, 48, 48)
-    if name == "cpu_bf16":
-        q, k, v = (x.bfloat16().float() for x in (q, k, v))
-    atol = 2e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256
+    q, k, v = rounded(name, q, k, v)
+    atol = allowed(name, v)
     for shift in (-30.0, 0.0, 30.0):
         sinks = torch.randn(heads) + shift
         want = reference.prefill_attention(q, k, v, window=window or None, sinks=sinks)
@@ -215,9 +269,8 @@ def test_capped_scores(
     """Scores from near 0 to far above the cap; the same bits in any chunks."""
     q, k, v = sample(queries, heads, kv_heads, before + queries, 48, 48)
     q *= torch.logspace(-3, 0.5, heads)[:, None]
-    if name == "cpu_bf16":
-        q, k, v = (x.bfloat16().float() for x in (q, k, v))
-    atol = 3e-6 if name == "cpu_fp32" else float(v.abs().max()) / 256
+    q, k, v = rounded(name, q, k, v)
+    atol = allowed(name, v)
     for sinks in (None, torch.randn(heads)):
         want = reference.prefill_attention(q, k, v, window=window or None, sinks=sinks, cap=cap)
         native = native_of(name, instructions)
@@ -306,14 +359,15 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
     """Prompts of one chunk, of several, packed, and begun in the prefix store."""
     texts = ["The code of the vault is 4821907. " * n for n in (1, 3, 40)]
     answers = []
-    for name in ("reference", "cpu_fp32"):
+    names = ["reference", "cpu_fp32", "cpu_int16"][: 2 if instruction_sets()[0] == "portable" else 3]
+    for name in names:
         with LLM(model, prefill_attention=name, max_model_len=1024, chunk_len=128, max_rows=3, weights="float32",
                  activations="dtype", prefix_store=STORE, progress=False) as llm:  # fmt: skip
             assert any(f"prefill attention: {name}" in note for note in llm.notes)
             params = SamplingParams(max_tokens=12, temperature=0.0)
             outs = [*llm.generate(texts, params), *llm.generate([texts[2] + "What is it?"], params)]
             answers.append([out.token_ids for out in outs])
-    assert answers[0] == answers[1]
+    assert all(tokens == answers[0] for tokens in answers)
 
 
 # Native calls around the attention of prompts: near the plain ones they replace, and the same bits for a token

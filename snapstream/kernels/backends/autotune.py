@@ -155,7 +155,8 @@ def choose(name: str, case: Case) -> PrefillAttention:
             raise ValueError(f"prefill_attention is {name!r}; it must be auto or one of {', '.join(VERSIONS)}")
         if problem := problem_of(version, case):
             raise ValueError(f"prefill_attention {name!r} cannot be used: {problem}")
-        why = "asked for, or products are of bf16" if name == "cpu_bf16" else "asked for"
+        chosen = {"cpu_bf16": "asked for, or products are of bf16", "cpu_int16": "asked for, or faster than fp32 here"}
+        why = chosen.get(name, "asked for")
         return _made(version, _first_packed((name,), case), why)
     if case.device.type == "cpu":
         return _on_a_cpu(case)

@@ -234,12 +234,18 @@ def _on_cpu_in_bf16(case: Case) -> str:
     return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
 
 
-def _packed_in_fp32(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
+def _on_cpu_in_int16(case: Case) -> str:
+    if problem := _on_cpu_in_fp32(case):
+        return problem
+    return "" if library.load().multiplies_int16() else "this processor's kernels have no products of int16"
+
+
+def _in_lanes(
+    products: prompt.Products, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens | None = None, *,
+    window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True))
-    return prompt.attend_f32(library.load(), q, k, v, ends, window=window, sinks=sinks, cap=cap)
+    ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True)) if lens else None
+    return prompt.attend_lanes(library.load(), q, k, v, ends, products=products, window=window, sinks=sinks, cap=cap)
 
 
 def _by_triton(
@@ -257,7 +263,11 @@ VERSIONS: dict[str, Version] = {
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
         Version(
-            "cpu_fp32", prompt.prefill_attention_f32, _on_cpu_in_fp32, _packed_in_fp32,
+            "cpu_fp32", partial(_in_lanes, "float32"), _on_cpu_in_fp32, partial(_in_lanes, "float32"),
+            stage_heads=prompt.stage_heads, takes_narrow_values=True,
+        ),
+        Version(
+            "cpu_int16", partial(_in_lanes, "int16"), _on_cpu_in_int16, partial(_in_lanes, "int16"),
             stage_heads=prompt.stage_heads, takes_narrow_values=True,
         ),
         Version(

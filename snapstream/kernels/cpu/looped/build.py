@@ -79,7 +79,7 @@ LIBRARY = tuple(  # the slowest to compile first
     SOURCES / f"{name}.cpp"
     for name in (
         *"step products_int8 products_fp8 products_bf16 prompt_attention_bf16 prompt_products".split(),
-        *"prompt_attention_f32 library sampling logits prompt_recurrent threads".split(),
+        *"prompt_attention library sampling logits prompt_recurrent threads".split(),
     )
 )
 # No -ffast-math: sums keep their order, infinities and NaN their meaning. A product and a sum may be fused.

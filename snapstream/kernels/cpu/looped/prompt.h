@@ -14,10 +14,13 @@ namespace looped {
 void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
                     int64_t threads);
 
-// -- attention in fp32 (prompt_attention_f32.cpp)
+// -- attention in fp32, or in products of int16 (prompt_attention.cpp)
 
 // `count` prompts, each with a chunk, an offset and tensors of its own; their heads are of equal sizes.
 void attend_prompts_f32(const Prompt* prompts, int64_t count, int64_t threads);
+void attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads);
+bool multiplies_int16();  // whether the library can
+bool gains_by_int16();    // whether it is faster so, of head size 128; measured once
 
 // -- layers (prompt_products.cpp)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32, c_int64
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,22 +35,21 @@ from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, PackedLens, P
 Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys end, after those of the prompts before
 
 
-def prefill_attention_f32(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None,
-    sinks: Tensor | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32.
+Products = Literal["float32", "int16"]
 
-    Bitwise equal however the prompt is cut into chunks, and on any number of threads.
+
+def attend_lanes(
+    library: Library, q: Tensor, k: Tensor, v: Tensor, ends: Ends | None = None, *, products: Products = "float32",
+    window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
+) -> Tensor:  # fmt: skip
+    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32, of
+    one prompt, or of several that lie one after the other.
+
+    For products of int16, queries, keys and values are rounded to 11 bits and more beside the largest number of their
+    head, shares to 12 beside the largest of 96 keys. Bitwise equal however the prompt is cut into chunks, and on any
+    number of threads.
     """
-    return attend_f32(load(), q, k, v, [(q.shape[0], k.shape[1])], window=window, sinks=sinks, cap=cap)
-
-
-def attend_f32(
-    library: Library, q: Tensor, k: Tensor, v: Tensor, ends: Ends, *, window: int | None = None,
-    sinks: Tensor | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """The same for prompts that lie one after the other."""
+    ends = [(q.shape[0], k.shape[1])] if ends is None else ends
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(*q.shape[:2], v.shape[2])
     prompts = (Prompt * len(ends))()
@@ -58,7 +58,8 @@ def attend_f32(
         own = q[query:query_end], k[:, key:key_end], v[:, key:key_end], out[query:query_end]
         prompts[index] = _prompt(*own, window, sinks, cap)
         query, key = query_end, key_end
-    library.attend_prompts_f32(prompts, len(ends), torch.get_num_threads())
+    attend = library.attend_prompts_int16 if products == "int16" else library.attend_prompts_f32
+    attend(prompts, len(ends), torch.get_num_threads())
     return out
 
 
