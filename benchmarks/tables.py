@@ -177,11 +177,11 @@ def decode(figures: dict[str, Any]) -> str:
 
 def prefill(figures: dict[str, Any]) -> str:
     rows = [
-        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", arm["weights"], arm["multiplies"],
+        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", arm["weights"], arm["multiplies"], arm.get("attention", ""),
          f"{arm['tokens_per_s']:,.0f}", f"{arm['compress_share']:.2%}"]
         for arm in figures["arms"]
     ]  # fmt: skip
-    heads = ["prompt", "slots", "weights", "products of", "tokens/s", "scoring + selection + write"]
+    heads = ["prompt", "slots", "weights", "products of", "attention", "tokens/s", "scoring + selection + write"]
     return "How fast a prompt is read, and what compression adds:\n\n" + table(heads, rows)
 
 
