@@ -103,15 +103,33 @@ def refuse_code(folder: Path) -> None:
     """ValueError, with file and field, if a settings file names Python code of the checkpoint.
 
     Such code is never run, and a model that needs it is not the one that its architecture names. If stock code reads
-    the checkpoint too, its owner can delete the field.
+    the checkpoint too, its owner can delete the field; ``is_stock_by_name`` does without.
     """
     for name in CODE_FILES:
         file = folder / name
-        if file.is_file() and (code := read_object(file).get(CODE_FIELD)):
+        settings = read_object(file) if file.is_file() else {}
+        if (code := settings.get(CODE_FIELD)) and not (name == "config.json" and is_stock_by_name(settings)):
             raise ValueError(
                 f"{file}: {CODE_FIELD} names Python code of the checkpoint ({named(code)}), which is never run. "
                 f"If stock code reads this checkpoint, delete {CODE_FIELD}"
             )
+
+
+def is_stock_by_name(settings: Settings) -> bool:
+    """Whether the code that a config.json names is a class that transformers has by this name for this ``model_type``.
+
+    Folders that were published before transformers had their architecture often name the code of then.
+    """
+    code, kind = settings.get(CODE_FIELD), settings.get("model_type")
+    own = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
+    if not isinstance(own, str) or not isinstance(kind, str):
+        return False
+    from transformers.models.auto import modeling_auto
+
+    stock = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    names = (stock,) if isinstance(stock, str) else stock
+    name = own.rpartition(".")[2]
+    return name in names and settings.get("architectures") == [name]
 
 
 # Single fields: ValueError with the field's name and its value.

@@ -1,12 +1,13 @@
-"""Supported model families, and config.json to ``ModelConfig``. No torch, no transformers.
+"""Supported model families, and config.json to ``ModelConfig``. No torch; transformers' names alone, if code is named.
 
-An unsupported model is refused with every reason; a folder whose files name Python code, and a malformed field, with
-file and field. Both spellings of the rope settings are read: ``rope_theta`` with ``rope_scaling``, and the
+An unsupported model is refused with every reason; a folder that needs Python code, and a malformed field, with file and
+field. Both spellings of the rope settings are read: ``rope_theta`` with ``rope_scaling``, and the
 ``rope_parameters`` of transformers 5.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from snapstream.kv.spec import KVSpec
 from snapstream.models import gguf, gguf_settings, quantization
 from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE
 from snapstream.models.config_json import (
+    CODE_FIELD,
     check_file,
     check_folder,
     flag,
@@ -104,6 +106,8 @@ from snapstream.models.qwen_next import (
 )
 from snapstream.models.tensors import TensorSpecs, in_own_formats
 from snapstream.types import MAX_END_TOKEN_IDS
+
+logger = logging.getLogger(__name__)
 
 FAMILIES: Registry[Family] = Registry(
     "architecture",
@@ -278,6 +282,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
         raise ValueError(f"{file} is no model; expected a checkpoint folder, a config.json or a GGUF file (.gguf)")
     check_folder(file.parent)
     settings = read_object(file)
+    if settings.get(CODE_FIELD):
+        logger.warning("%s names code of the checkpoint, which is not run: the model is transformers' own", file)
     with _with_path(file):
         config = replace(model_config_from_dict(settings), stored=stored_weights(file.parent, settings))
         if config.tie_word_embeddings and has_own_head(file.parent):

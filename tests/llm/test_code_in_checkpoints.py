@@ -15,9 +15,11 @@ import pytest
 
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.cli import main
+from snapstream.llm import LLM
 from snapstream.models.chat_template import render_chat
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
+from snapstream.types import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 CODE = """
@@ -122,6 +124,38 @@ def test_whoever_reads_a_folder_refuses(file: str, tmp_path: Path, trace: Path) 
     for read in (read_model_config, load_tokenizer):
         with pytest.raises(ValueError, match=re.escape(f"{folder / file}: auto_map names Python code")):
             read(folder)
+    assert not trace.exists()
+
+
+def test_code_that_is_named_like_the_stock_class_is_not_needed(
+    tmp_path: Path, trace: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of Phi-4-mini: its architecture is transformers' own by now. Of another name, nobody knows what it is."""
+    folder = shutil.copytree(TINY_MODEL, tmp_path / "given")
+    (folder / "own.py").write_text(CODE.format(trace=str(trace)) + "from transformers import LlamaForCausalLM")
+    given = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.LlamaForCausalLM", "AutoTokenizer": "a/b"}
+    edit(folder / "config.json", auto_map=given)
+    answers = []
+    for path in (folder, TINY_MODEL):
+        with LLM(path, progress=False, max_model_len=64) as llm:
+            outputs = llm.generate("The code", SamplingParams(max_tokens=8, temperature=0.0))
+            answers.append(outputs[0].token_ids)
+    assert answers[0] == answers[1]
+    assert "names code of the checkpoint, which is not run" in caplog.text
+    assert not trace.exists()
+    for other in (
+        {"model_type": "own"},
+        {"model_type": "mistral"},
+        {"architectures": ["MistralForCausalLM"]},
+        {"auto_map": given | {"AutoModelForCausalLM": "own.OwnForCausalLM"}},
+        {"auto_map": {"AutoModel": "own.LlamaForCausalLM"}},
+        {"auto_map": ["own.LlamaForCausalLM"]},
+    ):
+        right = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "auto_map": given}
+        edit(folder / "config.json", **(right | other))
+        for read in (read_model_config, load_tokenizer):
+            with pytest.raises(ValueError, match="auto_map names Python code"):
+                read(folder)
     assert not trace.exists()
 
 
