@@ -176,12 +176,13 @@ def decode(figures: dict[str, Any]) -> str:
 
 
 def prefill(figures: dict[str, Any]) -> str:
+    named = ["attention"] if all("attention" in arm for arm in figures["arms"]) else []
     rows = [
-        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", arm["weights"], arm["multiplies"], arm.get("attention", ""),
+        [f"{arm['prompt_len']:,}", f"{arm['slots']:,}", arm["weights"], arm["multiplies"], *(arm[own] for own in named),
          f"{arm['tokens_per_s']:,.0f}", f"{arm['compress_share']:.2%}"]
         for arm in figures["arms"]
     ]  # fmt: skip
-    heads = ["prompt", "slots", "weights", "products of", "attention", "tokens/s", "scoring + selection + write"]
+    heads = ["prompt", "slots", "weights", "products of", *named, "tokens/s", "scoring + selection + write"]
     return "How fast a prompt is read, and what compression adds:\n\n" + table(heads, rows)
 
 
@@ -479,6 +480,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "looping": looping, "looping_rows": looping_rows, "equal_memory": equal_memory,
     "decode": decode,
     "speculation": speculation, "prefill": prefill, "prefill_latents": prefill, "memory": memory, "peers_100m": peers,
+    "prefill_intel": prefill,
     "peers_tiny": peers, "peers_batches_100m": peers_batches, **dict.fromkeys(FILES, llama_bench),
     **dict.fromkeys(ENGINES, peers_all), **dict.fromkeys(LADDERS, looping),
     "spec_prefill": spec_prefill, "serving": serving,
