@@ -116,7 +116,8 @@ def refuse_code(folder: Path) -> None:
 
 
 def is_stock_by_name(settings: Settings) -> bool:
-    """Whether the code that a config.json names is a class that transformers has by this name for this ``model_type``.
+    """Whether the code that a config.json names is called as transformers' own: ``own.Phi3ForCausalLM``, its one
+    architecture ``Phi3ForCausalLM``, and its ``model_type`` ``phi3``.
 
     Folders that were published before transformers had their architecture often name the code of then.
     """
@@ -124,12 +125,8 @@ def is_stock_by_name(settings: Settings) -> bool:
     own = code.get("AutoModelForCausalLM") if isinstance(code, dict) else None
     if not isinstance(own, str) or not isinstance(kind, str):
         return False
-    from transformers.models.auto import modeling_auto
-
-    stock = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
-    names = (stock,) if isinstance(stock, str) else stock
     name = own.rpartition(".")[2]
-    return name in names and settings.get("architectures") == [name]
+    return settings.get("architectures") == [name] and name.lower() == kind.replace("_", "") + "forcausallm"
 
 
 # Single fields: ValueError with the field's name and its value.

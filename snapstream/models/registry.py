@@ -1,4 +1,4 @@
-"""Supported model families, and config.json to ``ModelConfig``. No torch; transformers' names alone, if code is named.
+"""Supported model families, and config.json to ``ModelConfig``. No torch, no transformers.
 
 An unsupported model is refused with every reason; a folder that needs Python code, and a malformed field, with file and
 field. Both spellings of the rope settings are read: ``rope_theta`` with ``rope_scaling``, and the
