@@ -136,7 +136,7 @@ def cap_of(settings: Settings, name: str) -> float | None:
 
 
 def other_values(settings: Settings, known: Settings) -> list[str]:
-    """Refusals of fields that must have one value, or be absent: others would change the model, whoever reads them."""
+    """Refusals of fields that must have one value, or be absent: others would change the model."""
     return [
         f"{name} is {settings[name]!r}; of this architecture it must be {value!r}"
         for name, value in known.items()

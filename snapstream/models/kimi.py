@@ -1,5 +1,5 @@
-"""Kimi delta attention beside latents: Kimi Linear (Moonshot AI, arXiv 2510.26692), whose latents are not rotated;
-Ling 3.0 (inclusionAI), whose heads of latent attention have gates. No torch.
+"""Kimi delta attention with latent attention: Kimi Linear (Moonshot AI, arXiv 2510.26692), whose latents are not
+rotated; Ling 3.0 (inclusionAI), whose heads of latent attention have gates. No torch.
 """
 
 from __future__ import annotations

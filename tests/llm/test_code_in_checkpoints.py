@@ -130,7 +130,7 @@ def test_whoever_reads_a_folder_refuses(file: str, tmp_path: Path, trace: Path) 
 def test_code_that_is_named_like_the_stock_class_is_not_needed(
     tmp_path: Path, trace: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As of Phi-4-mini: its architecture is transformers' own by now. Of another name, nobody knows what it is."""
+    """As of Phi-4-mini: its architecture is transformers' own by now. Code of another name is refused."""
     folder = shutil.copytree(TINY_MODEL, tmp_path / "given")
     (folder / "own.py").write_text(CODE.format(trace=str(trace)) + "from transformers import LlamaForCausalLM")
     given = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.LlamaForCausalLM", "AutoTokenizer": "a/b"}

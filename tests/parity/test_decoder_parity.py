@@ -203,6 +203,9 @@ VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "n
           "image_size": 28, "patch_size": 14}  # fmt: skip
 QWEN_VISION = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "patch_size": 14,
                "out_hidden_size": 48}  # fmt: skip
+TINY_VISION = {
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4,
+}  # fmt: skip
 GLM_VISION = {"hidden_size": 32, "intermediate_size": 40, "depth": 1, "num_heads": 2, "patch_size": 4,
               "out_hidden_size": 48}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 3, 3]}
@@ -276,26 +279,14 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Kimi_K25": (
         {"model_type": "deepseek_v3", **ARCHITECTURES["kimi-k2"][1]},
         {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "patch_size": 4,
-            },
+            "vision_config": TINY_VISION,
             "tie_word_embeddings": False,
         },
     ),
     "MuseGlimmer": (
         ARCHITECTURES["muse-glimmer"][1],
         {
-            "vision_config": {
-                "hidden_size": 32,
-                "intermediate_size": 40,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "patch_size": 4,
-            },
+            "vision_config": TINY_VISION,
             "out_hidden_size": 128,
             "projector_hidden_size": 24,
             "tie_word_embeddings": False,

@@ -234,12 +234,6 @@ def _on_cpu_in_bf16(case: Case) -> str:
     return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
 
 
-def _on_cpu_in_int16(case: Case) -> str:
-    if problem := _on_cpu_in_fp32(case):
-        return problem
-    return "" if library.load().multiplies_int16() else "this processor's kernels have no products of int16"
-
-
 def _in_lanes(
     products: prompt.Products, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens | None = None, *,
     window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
@@ -267,7 +261,7 @@ VERSIONS: dict[str, Version] = {
             stage_heads=prompt.stage_heads, takes_narrow_values=True,
         ),
         Version(
-            "cpu_int16", partial(_in_lanes, "int16"), _on_cpu_in_int16, partial(_in_lanes, "int16"),
+            "cpu_int16", partial(_in_lanes, "int16"), _on_cpu_in_fp32, partial(_in_lanes, "int16"),
             stage_heads=prompt.stage_heads, takes_narrow_values=True,
         ),
         Version(

@@ -195,7 +195,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),
     "attend_prompts_f32": (None, [POINTER(Prompt), c_int64, c_int64]),
     "attend_prompts_int16": (None, [POINTER(Prompt), c_int64, c_int64]),
-    "multiplies_int16": (c_int64, []),
     "gains_by_int16": (c_int64, []),
     "multiplies_bf16": (c_int64, []),
     "gains_by_bf16": (c_int64, []),

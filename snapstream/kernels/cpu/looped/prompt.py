@@ -45,9 +45,9 @@ def attend_lanes(
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32, of
     one prompt, or of several that lie one after the other.
 
-    For products of int16, queries, keys and values are rounded to 11 bits and more beside the largest number of their
-    head, shares to 12 beside the largest of 96 keys. Bitwise equal however the prompt is cut into chunks, and on any
-    number of threads.
+    For products of int16, queries, keys and values are rounded to 11 bits or more, relative to the largest number of
+    their head, shares to 12, relative to the largest of 96 keys. Bitwise equal however the prompt is cut into chunks,
+    and on any number of threads.
     """
     ends = [(q.shape[0], k.shape[1])] if ends is None else ends
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
