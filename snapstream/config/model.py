@@ -766,28 +766,6 @@ class ModelConfig:
         experts = () if self.moe is None or self.moe.is_beside_mlp else self.moe.layers(self.num_layers)
         return tuple(index for index in layers if index not in experts)
 
-    def describe_windows(self) -> str:
-        """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
-        if self.has_parallel_recurrence:
-            kept = "a state of constant size and slots, to which the budget applies"
-            return f"recurrent states: each of {self.num_layers} layers keeps {kept}"
-        layers, total, words = self.attention_layers, self.num_layers, []
-        own = [layer for layer in layers if self.source_of(layer) == layer]
-        sizes = [window for layer in own if (window := self.layer_windows[layer]) is not None]
-        if self.recurrent_layers:
-            count = len(self.recurrent_layers)
-            words.append(f"recurrent states: {count} of {total} layers keep a state of constant size")
-        if sizes:
-            tokens = " or ".join(f"{size:,}" for size in sorted(set(sizes)))
-            words.append(f"sliding windows: {len(sizes)} of {total} layers keep the last {tokens} tokens")
-        if not words:
-            return ""
-        rest, shared = len(self.full_layers), len(layers) - len(own)
-        others = f"{rest}" if shared else f"the other {rest}" if self.mlp_layers is None else f"the {rest} of attention"
-        applies = f"the budget applies to {others}" if rest else "no budget applies"
-        shared_words = f"{shared} attend to keys and values of others, " if shared else ""
-        return "; ".join((*words, shared_words + applies))
-
     @property
     def rope_dim(self) -> int:
         """Numbers of a head that have angles, some of which may be 0."""

@@ -249,6 +249,27 @@ class KVSpec:
         """Whether any layer has a sliding window."""
         return any(isinstance(layer, Window) for layer in self.layers)
 
+    def describe(self) -> str:
+        """Which layers have sliding windows or states, and which a budget applies to, in a line; empty without."""
+        total, num_full = self.num_layers, len(self.budget_layers)
+        states = [layer for layer in self.layers if isinstance(layer, State)]
+        if self.has_states and not states:
+            kept = "a state of constant size and slots, to which the budget applies"
+            return f"recurrent states: each of {total} layers keeps {kept}"
+        shared = sum(isinstance(layer, Shared) for layer in self.layers)
+        windows, words = [layer for layer in self.layers if isinstance(layer, Window)], []
+        if recurrent := sum(bool(layer.shapes) for layer in states):
+            words.append(f"recurrent states: {recurrent} of {total} layers keep a state of constant size")
+        if windows:
+            sizes = " or ".join(f"{size:,}" for size in sorted({layer.num_tokens for layer in windows}))
+            words.append(f"sliding windows: {len(windows)} of {total} layers keep the last {sizes} tokens")
+        if not words:
+            return ""
+        is_rest = recurrent == len(states)  # no layer is an MLP alone
+        others = f"{num_full}" if shared else f"the other {num_full}" if is_rest else f"the {num_full} of attention"
+        applies = f"the budget applies to {others}" if num_full else "no budget applies"
+        return "; ".join((*words, f"{shared} attend to keys and values of others, {applies}" if shared else applies))
+
     def budgets(self, row_budget: KVBudget) -> tuple[KVBudget, ...]:
         """Slots of each kv head, by layer that has slots."""
         return tuple(layer.budget(row_budget) for layer in self._slot_layers)

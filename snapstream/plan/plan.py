@@ -297,7 +297,7 @@ def make_plan(
         dtype=options.dtype,
         weights=planner.formats.describe(),
         kv_dtype=planner.kv_dtype,
-        windows=model.describe_windows(),
+        windows=kv_spec_of(model, options.dtype).describe(),
         prompt_len=prompt_len,
         max_model_len=max_model_len,
         chunk_len=chunk_len,

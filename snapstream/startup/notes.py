@@ -5,6 +5,7 @@ from __future__ import annotations
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig, WeightFormats
 from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
+from snapstream.models.registry import kv_spec_of
 from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
 from snapstream.startup.build import threads_of_rank
 from snapstream.startup.measure import describe_prefill
@@ -19,7 +20,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
         (describe_ranks(config),),
         (executor, describe_decode(model, options, config)),
         (describe_dequantized(model, config), describe_inputs(config)),
-        (rows, describe_budget(options, config), model.describe_windows()),
+        (rows, describe_budget(options, config), kv_spec_of(model, config.dtype).describe()),
         (
             f"{describe_prefill(model, config)} (--prefill-attention)",
             describe_indexer(model, config),

@@ -741,12 +741,12 @@ def test_lfm3_keeps_windows_states_and_what_the_budget_holds() -> None:
         0.5,
     )
     assert (model.gate_dim, model.norms.has_outputs, model.full_layers) == (1, True, (2, 6, 10, 14, 18, 22))
-    assert model.describe_windows() == (
+    assert KVSpec.of(model, "float32").describe() == (
         "recurrent states: 13 of 24 layers keep a state of constant size; "
         "sliding windows: 5 of 24 layers keep the last 256 tokens; the budget applies to the other 6"
     )
     alone = {**PUBLISHED["LFM3-1.7B"][0], "num_hidden_layers": 2, "layer_types": ["conv", "sliding_attention"]}
-    assert model_config_from_dict(alone).describe_windows().endswith("256 tokens; no budget applies")
+    assert KVSpec.of(model_config_from_dict(alone), "float32").describe().endswith("256 tokens; no budget applies")
 
 
 def test_gemma_3_rotates_layers_with_windows_otherwise() -> None:

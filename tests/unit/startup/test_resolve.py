@@ -17,6 +17,7 @@ from snapstream.config.kv import HeadProfile
 from snapstream.config.model import HeadSizes, LatentConfig
 from snapstream.config.values import format_bytes
 from snapstream.config.weights import StoredWeights
+from snapstream.kv.spec import KVSpec
 from snapstream.llm import LLM
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.sharding import weight_bytes
@@ -83,10 +84,15 @@ def test_sliding_windows_are_slots_that_no_budget_changes() -> None:
     config = resolve(alone, options, H100)
     assert config.budget.capacity == config.max_model_len == 131_072
     assert engine_memory(alone, config).row_bytes == one_row[LLAMA_1B] / 8
-    assert half.describe_windows().endswith(
-        "8 of 16 layers keep the last 1,024 tokens; the budget applies to the other 8"
+    assert (
+        KVSpec.of(half, "float32")
+        .describe()
+        .endswith("8 of 16 layers keep the last 1,024 tokens; the budget applies to the other 8")
     )
-    assert alone.describe_windows().endswith("no budget applies") and LLAMA_1B.describe_windows() == ""
+    assert (
+        KVSpec.of(alone, "float32").describe().endswith("no budget applies")
+        and KVSpec.of(LLAMA_1B, "float32").describe() == ""
+    )
     short = resolve(alone, replace(options, max_model_len=512), H100)
     assert engine_memory(alone, short).row_bytes == one_row[LLAMA_1B] / 16  # no sequence fills a window
     profile = HeadProfile(shares=((1 / 64,) * 8,) * 8, model="")
