@@ -169,6 +169,8 @@ class Ablation:
         num_before, place = keys.shape[1], self._places.get(layer)
         window = self._decoder.config.layer_windows[layer]
         unseen = 0 if window is None else max(self._num_tokens - window, 0)  # first tokens, behind the window
+        if window is not None and self._decoder.config.has_chunks:
+            unseen = (self._num_tokens - 1) // window * window
         out = torch.empty_like(q)
         for head in range(groups):
             before = capped_(q[:, head] @ keys[head].T, norm.cap)  # [B, r, N]

@@ -43,6 +43,7 @@ class MoEConfig:
     normalise: bool = False  # the weights of the chosen experts are divided by their sum and least_sum
     least_sum: float = 1e-20
     scale: float = 1.0  # of the weights
+    scales_inputs: bool = False  # weights multiply what experts read, not what they give (Llama 4)
     shared_scale: float = 1.0  # of the output of the shared experts
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
     chooses_by_logits: bool = False  # by logits, which are corrected, not by scores
@@ -61,6 +62,10 @@ class MoEConfig:
         check(
             not self.is_beside_mlp or (self.num_shared == 0 and self.first_dense == 0 and self.num_groups == 1),
             "experts beside an MLP are those of every layer, without shared experts and groups",
+        )
+        check(
+            not (self.scales_inputs and (self.has_expert_biases or self.has_shared_gate)),
+            "experts with biases or a gate of shared ones, whose inputs are scaled, are not supported",
         )
         check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
         if self.clamp is not None:
@@ -214,6 +219,7 @@ class LengthScale(NamedTuple):
 
     beta: float
     original: int  # tokens within which nothing is scaled
+    is_unrotated: bool = False  # in layers without rotary embedding and norms alone; positions count from 1 (Llama 4)
 
 
 class LayerNorms(NamedTuple):
@@ -437,6 +443,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
+    has_chunks: bool = False  # windows are chunks: a query sees the tokens of its own alone (Llama 4)
     recurrent: Recurrent | None = None  # what the recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
     # All layers have attention too: both read one normed input, and their outputs are added (Falcon-H1).
@@ -605,7 +612,8 @@ class ModelConfig:
             )
         if self.length_scale is not None:
             check(
-                not self.qk_norm and not self.has_whole_qk_norm and self.window_rope is None,
+                (self.length_scale.is_unrotated or not (self.qk_norm or self.has_whole_qk_norm))
+                and self.window_rope is None,
                 "queries scaled by position beside norms of queries or a rope of sliding windows are not supported",
             )
             check(self.length_scale.original >= 1, f"length_scale is {self.length_scale}; original must be >= 1")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.config.model import DeltaNet, Mamba2
+from snapstream.config.model import DeltaNet, LengthScale, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import DraftBatch, GoOn, StepParts
 from snapstream.exec.executors import max_batch, why_not_looped, why_not_looped_ranks
@@ -96,7 +96,7 @@ def panels_of(decoder: Decoder, role: str) -> PanelMatrix:
 def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     """All of a decoder, for steps of up to ``num_drafted`` drafted entries."""
     config, vectors = decoder.shard, decoder.weights.vectors
-    multipliers = config.multipliers
+    multipliers, scale = config.multipliers, config.length_scale or LengthScale(0.0, 0)
     full_dim = config.rope_dim if config.full_heads is None else config.full_heads.head_dim
     rope = Rope(config.rope, full_dim, "cpu", multipliers.attention)
     is_dynamic = config.rope.kind == "dynamic"
@@ -137,9 +137,9 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
         gate_dim=config.gate_dim, is_parallel=config.is_parallel, is_centered=config.is_centered,
         has_softplus_gates=config.has_softplus_gates,
-        scaled_from=0 if config.length_scale is None else config.length_scale.original,
-        query_beta=0.0 if config.length_scale is None else config.length_scale.beta,
-        streams=num_streams, streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),
+        scaled_from=scale.original, query_beta=scale.beta, scales_unrotated=scale.is_unrotated,
+        has_chunks=config.has_chunks, streams=num_streams,
+        streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),
         streams_out=addressof(streams_out), **{name: address(vectors.get(name)) for name in _VECTORS},
     )  # fmt: skip
     model.kept = rope, window_rope, rotated, recurrent, kinds, parts, made, streams_out
@@ -229,7 +229,8 @@ def _mixture(decoder: Decoder) -> Mixture:
         first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
         gate_up_bias=address(vectors.get("experts_gate_up_bias")),
         down_bias=address(expert_bias_of_sum(moe, vectors.get("experts_down_bias"), decoder.group)),
-        limit=limit, alpha=alpha, **{name: address(vectors.get(name)) for name in _BESIDE},
+        limit=limit, alpha=alpha, scales_inputs=moe.scales_inputs,
+        **{name: address(vectors.get(name)) for name in _BESIDE},
     )  # fmt: skip
 
 

@@ -58,12 +58,14 @@ class Rows:
         else:
             places = heads.places(rows, fed, self.ring_start[rows])
         layers = [spec.layers[spec.source(index)] for index in range(spec.num_layers)]
-        windows = {layer.num_tokens for layer in layers if isinstance(layer, Window)}
-        if not windows:
-            return places
-        rings = {size: RowPlaces(rows, fed.remainder(size), (fed + 1).clamp(max=size)) for size in windows}
+        rings = {}
+        for layer in {layer for layer in layers if isinstance(layer, Window)}:
+            slots = fed.remainder(layer.num_tokens)
+            rings[layer] = RowPlaces(
+                rows, slots, slots + 1 if layer.is_chunked else (fed + 1).clamp(max=layer.num_tokens)
+            )
         own = zip(layers, places, strict=True)
-        return [rings[layer.num_tokens] if isinstance(layer, Window) else place for layer, place in own]
+        return [rings[layer] if isinstance(layer, Window) else place for layer, place in own]
 
     def advance(self, rows: Tensor, tokens: Tensor) -> None:
         """A decode step has sampled ``tokens [B]`` for ``rows [B]``."""

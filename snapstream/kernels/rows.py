@@ -63,6 +63,7 @@ class ExpertParts(NamedTuple):
     down_bias: Tensor | None = None  # [X', D]; None also where another rank adds it
     clamp: SwiGLUClamp | None = None  # in place of the activation
     activation: Activation = "silu"
+    scales_inputs: bool = False  # see ``MoEConfig``
 
 
 class RowPlaces(NamedTuple):

@@ -61,6 +61,7 @@ class Window(Full):
     """A key and a value per kv head for the last ``num_tokens`` tokens. The row's budget does not apply."""
 
     num_tokens: int
+    is_chunked: bool = False  # those since the last multiple of num_tokens alone are seen (Llama 4)
 
     def budget(self, row_budget: KVBudget) -> KVBudget:
         """A ring of ``num_tokens`` slots, independent of ``row_budget``."""
@@ -262,7 +263,10 @@ class KVSpec:
             words.append(f"recurrent states: {recurrent} of {total} layers keep a state of constant size")
         if windows:
             sizes = " or ".join(f"{size:,}" for size in sorted({layer.num_tokens for layer in windows}))
-            words.append(f"sliding windows: {len(windows)} of {total} layers keep the last {sizes} tokens")
+            kind, kept = (
+                ("chunked attention", "a chunk of") if windows[0].is_chunked else ("sliding windows", "the last")
+            )
+            words.append(f"{kind}: {len(windows)} of {total} layers keep {kept} {sizes} tokens")
         if not words:
             return ""
         is_rest = recurrent == len(states)  # no layer is an MLP alone
@@ -386,4 +390,4 @@ def _layer_cache(model: ModelConfig, index: int) -> LayerCache:
     heads, size, _ = model.heads_of(index)
     if window is None:
         return Full(num_kv_heads=heads, key_dim=size, value_dim=size, shapes=shapes)
-    return Window(num_kv_heads=heads, key_dim=size, value_dim=size, num_tokens=window)
+    return Window(num_kv_heads=heads, key_dim=size, value_dim=size, num_tokens=window, is_chunked=model.has_chunks)

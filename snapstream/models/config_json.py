@@ -218,8 +218,8 @@ def _parse_kind(settings: Mapping[str, Any], values: Mapping[str, Any], max_posi
         raise ValueError(f"rope {kind}: factor is {factor}; it must be >= 1")
     if kind == "llama3":
         low, high = number(values, "low_freq_factor", above=0.0), number(values, "high_freq_factor", above=0.0)
-        if high <= low:
-            raise ValueError(f"rope llama3: high_freq_factor ({high}) must exceed low_freq_factor ({low})")
+        if high < low:
+            raise ValueError(f"rope llama3: high_freq_factor ({high}) is below low_freq_factor ({low})")
         return RopeConfig(kind="llama3", theta=theta, factor=factor, original_max_position=original,
                           low_freq_factor=low, high_freq_factor=high)  # fmt: skip
     if kind == "yarn":

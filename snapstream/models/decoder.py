@@ -243,7 +243,7 @@ class Decoder:
         """
         angles = [rope.angles(positions, seq_lens) for rope in self._ropes]
         if (scale := self.config.length_scale) is not None:
-            (cos, sin), spans = angles[0], (positions // scale.original).to(torch.float32)
+            (cos, sin), spans = angles[0], ((positions + scale.is_unrotated) // scale.original).to(torch.float32)
             factors = 1.0 + scale.beta * torch.log1p(spans)
             return torch.stack((cos, factors[:, None, None].expand_as(cos))), torch.stack((sin, sin))
         if len(angles) == 1:

@@ -45,6 +45,7 @@ class Recipe(TypedDict, total=False):
     has_whole_qk_norm: bool  # an RMSNorm over all heads of q together, and over those of k
     rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
     windows: tuple[int | None, ...]  # by layer, sliding window in tokens
+    has_chunks: bool  # windows are chunks
     multipliers: Multipliers
     has_fused_qkv: bool  # checkpoints have q | k | v in one tensor
     has_fused_gate_up: bool

@@ -184,7 +184,8 @@ class Experts:
         self._logit_bias = weights.optional("router_logit_bias")
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
         down_bias = expert_bias_of_sum(moe, weights.optional("experts_down_bias"), group)
-        self._parts = ExpertParts(weights.optional("experts_gate_up_bias"), down_bias, moe.clamp, activation)
+        up_bias = weights.optional("experts_gate_up_bias")
+        self._parts = ExpertParts(up_bias, down_bias, moe.clamp, activation, moe.scales_inputs)
         self._scales = weights.optional("expert_scale")
         self._first, self._num_local = moe.own.start, len(moe.own)
         self._ids = torch.arange(self._num_local, device=self._router.device)
@@ -452,7 +453,8 @@ class DenseLayer:
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._unrotated = math.sqrt(config.multipliers.attention)  # as rotated heads are multiplied, see ``Rope``
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
-        self._scales_queries, self._num_queries = config.length_scale is not None, num_heads * self._head_dim
+        self._has_scales, self._num_queries = config.length_scale is not None, num_heads * self._head_dim
+        self._scales_queries = not (self._is_rotated and config.length_scale and config.length_scale.is_unrotated)
         self._whole_norms: list[tuple[slice, Tensor]] = []  # columns of the projection, and the norm over all of them
         if config.has_whole_qk_norm:
             queries = self._num_queries
@@ -482,8 +484,9 @@ class DenseLayer:
         """``heads [T, (H+2G)E]``; returns ``[T', H, E]``."""
         for columns, weight in self._whole_norms:
             heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
-        if self._scales_queries:
-            heads[:, : self._num_queries].mul_(rope[0][1, :, 0, :1])
+        if self._has_scales:
+            if self._scales_queries:
+                heads[:, : self._num_queries].mul_(rope[0][1, :, 0, :1])
             rope = rope[0][0], rope[1][0]
         if self._rope_kind is not None:
             cos, sin = rope[0][self._rope_kind], rope[1][self._rope_kind]
@@ -651,9 +654,9 @@ def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNo
     another that of q alone. Where scores are not divided by sqrt(E), q is multiplied by it.
     """
     sinks = weights.optional("sinks")
-    if not config.qk_norm:  # also where whole projections are normed: before this
+    q, k = weights.optional("q_norm"), weights.optional("k_norm")
+    if not config.qk_norm or q is None:  # also where whole projections are normed: before this
         return HeadNorm(None, config.rms_norm_eps, sinks, config.score_cap)
-    q, k = weights.vector("q_norm"), weights.optional("k_norm")
     num_kv_heads, size, num_heads = config.heads_of(layer)
     if config.norms_after_rope:
         q = k = torch.ones_like(q)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MAX_DIM, LayerNorms
-from snapstream.models.config_json import Settings, flag, whole_number
+from snapstream.config.model import MAX_DIM, LayerNorms, LengthScale, MoEConfig
+from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
     cap_of,
+    num_layers,
     other_values,
     refuse_clipping,
     windows_by_type,
@@ -243,3 +244,103 @@ SMOLLM3 = Family(
     refusals=_smollm3_refusals,
     has_windows=True,
 )  # fmt: skip
+
+
+CHUNKED = "chunked_attention"
+LLAMA4_NAMES = {
+    "mlp.gate.": "feed_forward.router.",
+    "mlp.": "feed_forward.",
+    ".shared_experts.": ".shared_expert.",
+}
+
+
+def _llama4_settings(settings: Settings) -> Settings:
+    """intermediate_size is that of experts; an empty list of layers without rotary embedding counts as none."""
+    return {
+        **settings, "moe_intermediate_size": settings.get("intermediate_size"),
+        "intermediate_size": settings["intermediate_size_mlp"],
+        "no_rope_layers": settings.get("no_rope_layers") or None,
+    }  # fmt: skip
+
+
+def _llama4(settings: Settings) -> Recipe:
+    rotated, layers, step = _rotated_layers(settings), num_layers(settings), settings["interleave_moe_layer_step"]
+    chunked = [kind == CHUNKED for kind in settings.get("layer_types") or ()] or rotated
+    size = whole_number(settings, "attention_chunk_size") if any(chunked) else None
+    given = settings.get("moe_layers")
+    chosen = tuple(
+        index for index in range(layers) if (index in given if given is not None else not (index + 1) % step)
+    )
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_local_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=1,
+        chosen=chosen,
+        scoring="sigmoid",
+        chooses_by_logits=True,
+        scales_inputs=True,
+    )
+    recipe: Recipe = {
+        **attention_biases(settings), "windows": tuple(size if own else None for own in chunked), "has_chunks": True,
+        "rotated_layers": rotated, "qk_norm": flag(settings, "use_qk_norm") and any(rotated),
+        "moe": moe if chosen else None,
+    }  # fmt: skip
+    if settings.get("attn_temperature_tuning"):
+        beta = number(settings, "attn_scale", above=0.0)
+        recipe["length_scale"] = LengthScale(beta, whole_number(settings, "floor_scale"), is_unrotated=True)
+    return recipe
+
+
+def _llama4_refusals(settings: Settings) -> list[str]:
+    reasons, step, given = (
+        _smollm3_refusals(settings),
+        settings["interleave_moe_layer_step"],
+        settings.get("moe_layers"),
+    )
+    if given is None and (not isinstance(step, int) or step < 1):
+        reasons.append(f"interleave_moe_layer_step is {step!r}; it must be >= 1")
+    if given is not None and not (isinstance(given, list) and all(isinstance(layer, int) for layer in given)):
+        reasons.append(f"moe_layers is {given!r}; it must be a list of the layers that have experts")
+    tuning = settings.get("attn_temperature_tuning")
+    if tuning is not None and not isinstance(tuning, int):  # published: 4
+        reasons.append(f"attn_temperature_tuning is {tuning!r}; it must be true or false")
+    if (size := settings.get("attention_chunk_size")) is not None and whole_number(
+        settings, "attention_chunk_size"
+    ) < 1:
+        reasons.append(f"attention_chunk_size is {size}; it must be >= 1")
+    rope = rope_settings(settings)
+    kind = rope.get("rope_type") or rope.get("type")
+    if flag(settings, "use_qk_norm") and kind in ("yarn", "longrope"):
+        reasons.append(f"rope {kind} is not supported with norms after the rotation (use_qk_norm)")
+    return reasons
+
+
+def _llama4_tensors(config: ModelConfig) -> TensorSpecs:
+    """Norms of heads have no weights, and are those of rotated layers; experts in one tensor are transposed."""
+    specs = decoder_tensors(replace(config, has_transposed_experts=config.has_fused_experts))
+    if config.qk_norm:
+        rotated = tuple(index for index, own in enumerate(config.rotated_layers or ()) if own)
+        norms = without_norm_weights(specs, ("q_norm", "k_norm"))
+        specs = {**norms, **{name: replace(norms[name], layers=rotated) for name in ("q_norm", "k_norm")}}
+    return renamed(specs, LLAMA4_NAMES)
+
+
+LLAMA4 = Family(
+    defaults={
+        "attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "bos_token_id": 1,
+        "eos_token_id": 2, "floor_scale": 8192, "head_dim": 128, "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 16384, "no_rope_layer_interval": 4, "num_experts_per_tok": 1,
+        "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+        "use_qk_norm": True,
+    },
+    rewrite=_llama4_settings,
+    recipe=_llama4,
+    refusals=_llama4_refusals,
+    has_experts=True,
+    may_fuse_experts=True,
+    tensors=_llama4_tensors,
+    other_layer_types=(CHUNKED,),
+    is_interleaved=True,
+)  # fmt: skip
+LLAMA4_TEXT_PART = replace(LLAMA4, is_text_part=True)

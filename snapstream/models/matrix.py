@@ -252,12 +252,15 @@ class Matrix:
         experts = _experts_of(pairs) if has_biases else None  # [T k]
         if parts.gate_up_bias is not None:
             gate_up.add_(parts.gate_up_bias[experts])
+        if parts.scales_inputs:
+            gate_up.mul_(shares)
         if parts.clamp is None:
             inner = _activated(gate_up, parts.activation, kernels)  # [T k, M]
         else:
             inner = clamped_swiglu(gate_up, parts.clamp)
         del gate_up  # a chunk's are large
-        inner.mul_(shares)  # smaller before the product than after it
+        if not parts.scales_inputs:
+            inner.mul_(shares)  # smaller before the product than after it
         out = down.multiply_grouped(inner, pairs.ends, kernels)  # [T k, D]
         if parts.down_bias is not None:
             out.add_(parts.down_bias[experts].mul_(shares))

@@ -73,6 +73,8 @@ from snapstream.models.llama import (
     INTERNLM3,
     IQUEST_CODER,
     LLAMA,
+    LLAMA4,
+    LLAMA4_TEXT_PART,
     NANOCHAT,
     PHI3,
     SEED_OSS,
@@ -123,6 +125,8 @@ FAMILIES: Registry[Family] = Registry(
         "GlmMoeDsaForCausalLM": GLM_MOE_DSA,
         "GptOssForCausalLM": GPT_OSS,
         "LlamaForCausalLM": LLAMA,
+        "Llama4ForCausalLM": LLAMA4,
+        "Llama4ForConditionalGeneration": LLAMA4_TEXT_PART,
         "MistralForCausalLM": MISTRAL,
         "MinistralForCausalLM": MINISTRAL,
         "Ministral3ForCausalLM": MINISTRAL3,
@@ -356,7 +360,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     if (
         windows is not None
         and recipe.get("window_rope") is None
-        and max(filter(None, windows)) >= values["max_position"]
+        and max(filter(None, windows), default=values["max_position"]) >= values["max_position"]
     ):
         values["windows"] = None  # they hold the whole context; so a budget applies
     return ModelConfig(**values)

@@ -26,7 +26,7 @@ def _llama3_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Low frequencies are divided by the factor, high ones kept, those between interpolated (Llama 3.1)."""
     plain = _default_frequencies(rope.theta, head_dim)
     turns = rope.original_max_position * plain / (2 * math.pi)  # rotations within the original context
-    weight = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    weight = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor or 1e-30)
     weight = weight.clamp(0.0, 1.0)  # of the plain frequency
     return (1 - weight) * plain / rope.factor + weight * plain
 

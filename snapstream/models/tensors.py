@@ -20,7 +20,7 @@ TEXT_PREFIXES = {
     "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
 }  # fmt: skip
 TOWER_PREFIXES = (
-    "vision_tower.", "visual.", "multi_modal_projector.", "mm_projector.", "model.mm_projector.",
+    "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "model.mm_projector.",
     "model.vision_tower.", "model.multi_modal_projector.",
     "model.visual.", "model.vision_embedder.", "model.vision_adapter.", "model.vision_projection.",
     "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",

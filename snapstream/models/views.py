@@ -96,6 +96,17 @@ class Segment:
         """Their end in the staging buffers."""
         return self.staging_start + self.num_keys
 
+    def pieces(self, size: int | None) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Its tokens in the chunk, and where the keys that they attend to are staged; both are cut where chunks of
+        attention, of ``size`` tokens, end.
+        """
+        size, start, offset = size or self.num_keys, self.prompt_start, self.chunk_start - self.prompt_start
+        while start < self.num_keys:
+            first = start // size * size
+            stop = min(first + size, self.num_keys)
+            yield slice(offset + start, offset + stop), (self.staging_start + first, self.staging_start + stop)
+            start = stop
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -188,7 +199,8 @@ class StagingView:
             raise ValueError("a layer of latents is prefilled through attend_latents")
         spec = self._buffers.spec
         cache, tokens = spec.slots_of(layer), partial(self._buffers.tokens, layer)
-        window = cache.num_tokens if isinstance(cache, Window) else None
+        size, is_chunked = (cache.num_tokens, cache.is_chunked) if isinstance(cache, Window) else (None, False)
+        window, span = (None, size) if is_chunked else (size, None)
         if spec.source(layer) != layer:
             q = self._kernels.norm_rope(heads, norm, rope, 0).contiguous()  # keys and values are staged already
         else:
@@ -196,9 +208,11 @@ class StagingView:
             self._keep(self._chunk.segments, q.__getitem__)
         if self._chunk.outputs is not None:
             attend = partial(self._attention.attend, window=window, sinks=norm.sinks, cap=norm.cap)
-            parts = [attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs)]
+            parts = [
+                attend(q[place], *tokens(*staged)) for place, staged in self._last_tokens(self._chunk.outputs, span)
+            ]
             return torch.cat(parts) if parts else q[:0]
-        return self._attend_all(q, tokens, window, norm.sinks, norm.cap)
+        return self._attend_all(q, tokens, (norm.sinks, norm.cap), window, span)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
         """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.ExpandingView``.
@@ -231,24 +245,27 @@ class StagingView:
             keys, _ = self._buffers.tokens(layer, start, stop)  # [1, n, E]
             heads.expand(keys[0], *self._buffers.expanded(start, stop))
 
-    def _last_tokens(self, outputs: Sequence[int]) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Slices of the chunk that need an output, and the staged range of their prompts."""
+    def _last_tokens(self, outputs: Sequence[int], span: int | None = None) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Slices of the chunk that need an output, and the staged range that they attend to."""
         ending = [segment for segment in self._chunk.segments if segment.chunk_slice.stop - 1 in outputs]
         for index, (segment, output) in enumerate(zip(ending, outputs, strict=True)):
             place = output if self._is_whole else index
-            yield slice(place, place + 1), (segment.staging_start, segment.staging_stop)
+            *_, (_, staged) = segment.pieces(span)
+            yield slice(place, place + 1), staged
 
     def _attend_all(
-        self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]], window: int | None = None,
-        sinks: Tensor | None = None, cap: float | None = None,
+        self, q: Tensor, staged: Callable[[int, int], tuple[Tensor, Tensor]],
+        softmax: tuple[Tensor | None, float | None] = (None, None), window: int | None = None, span: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal attention of a chunk's queries over ``staged`` tokens of their prompts, at most ``window`` each."""
-        segments, lens, attention = self._chunk.segments, self._chunk.lens, self._attention
-        if lens is not None and attention.attend_packed is not None:
+        """Causal attention of a chunk's queries over ``staged`` tokens of their prompts, at most ``window`` each, or
+        those of their own ``span`` tokens of the prompt. ``softmax``: sinks and cap.
+        """
+        segments, lens, attention, (sinks, cap) = self._chunk.segments, self._chunk.lens, self._attention, softmax
+        if lens is not None and attention.attend_packed is not None and span is None:
             keys, values = staged(segments[0].staging_start, segments[-1].staging_stop)
             return attention.attend_packed(q, keys, values, lens, window=window, sinks=sinks, cap=cap)
         attend = partial(attention.attend, window=window, sinks=sinks, cap=cap)
-        parts = [attend(q[s.chunk_slice], *staged(s.staging_start, s.staging_stop)) for s in segments]
+        parts = [attend(q[own], *staged(*keys)) for segment in segments for own, keys in segment.pieces(span)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _stage_heads(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin) -> Tensor:

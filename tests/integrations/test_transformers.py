@@ -23,7 +23,7 @@ NEW = 40
 BUDGET = 64
 REFUSED = (
     "gpt-oss", "granite-swa", "granite-moe-swa", "flint", "falcon-h1", "gemma2", "vaultgemma", "phi3-longrope",
-    "phi3-window", "mistral-window", "gemma3n", "gemma4", "kimi-linear",
+    "phi3-window", "mistral-window", "llama4", "gemma3n", "gemma4", "kimi-linear",
 )  # fmt: skip
 ONE_OF_EACH = {config: name for name, (config, _) in reversed(ARCHITECTURES.items())}  # the first of each class
 FAMILIES = [

@@ -500,6 +500,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
          "head_dim": 20},
     ),
+    "llama4": (  # chunks; layers without rotary embedding, norms and chunks; experts in every second layer
+        "Llama4TextConfig",
+        {"attention_chunk_size": 38, "floor_scale": 16, "attn_scale": 0.6, "interleave_moe_layer_step": 2,
+         "intermediate_size": 24, "intermediate_size_mlp": 56, "num_local_experts": 6, "head_dim": 20,
+         "no_rope_layer_interval": 3, "num_hidden_layers": 4, "attention_bias": True},
+    ),
+    "llama4-panels": (
+        "Llama4TextConfig",
+        {"attention_chunk_size": 22, "intermediate_size": 64, "num_local_experts": 4, "head_dim": 32, "hidden_size": 64,
+         "num_key_value_heads": 1, "num_experts_per_tok": 2, "no_rope_layer_interval": 2, "floor_scale": 40,
+         "use_qk_norm": False, "tie_word_embeddings": True},
+    ),
     "hunyuan-moe": (  # norms of heads after the rotation
         "HunYuanMoEV1Config",
         {"num_experts": 6, "moe_topk": 3, "intermediate_size": 24, "head_dim": 20, "attention_bias": True,

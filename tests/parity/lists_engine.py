@@ -16,6 +16,7 @@ from torch import Tensor
 from evals.selectors import Random, Variant, as_variant
 from snapstream.config import KVBudget, Selector
 from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence, RowsRecurrence
 from tests.parity.heads import queries, split
@@ -39,12 +40,20 @@ def attend(q: Tensor, cells: list[list[Cell]], last: int, norm: HeadNorm, window
     return torch.stack(out)
 
 
+def window_at(spec: KVSpec, layer: int, position: int) -> int | None:
+    """Tokens that a query sees, itself among them; None: all that is kept."""
+    own = spec.slots_of(layer)
+    if not isinstance(own, Window):
+        return None
+    return position % own.num_tokens + 1 if own.is_chunked else own.num_tokens
+
+
 class _Prompt:
     """The view of a layer that a whole prompt passes."""
 
     def __init__(self, engine: ListsEngine, cells: list[list[Cell]]) -> None:
         decoder, self.states = engine.decoder, engine.states
-        self.cells, self.spec, self.windows = cells, decoder.kv_spec(), decoder.config.layer_windows
+        self.cells, self.spec = cells, decoder.kv_spec()
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
         if self.spec.source(layer) != layer:
@@ -54,8 +63,7 @@ class _Prompt:
             self.queries, self.keys = q, k
             for head, own in enumerate(self.cells):
                 own.extend((p, k[p, head], v[p, head]) for p in range(len(q)))
-        window = self.windows[layer]
-        return torch.stack([attend(q[p], self.cells, p, norm, window) for p in range(len(q))])
+        return torch.stack([attend(q[p], self.cells, p, norm, window_at(self.spec, layer, p)) for p in range(len(q))])
 
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
@@ -81,7 +89,7 @@ class _Token:
             return attend(queries(heads, norm, rope)[0], cells, self.position, norm)[None]
         q, k, v = split(heads, norm, rope, spec.slots_of(layer))
         self.engine.store(self.layer, self.position, k[0], v[0])
-        return attend(q[0], cells, self.position, norm)[None]
+        return attend(q[0], cells, self.position, norm, window_at(spec, layer, self.position))[None]
 
 
 class ListsEngine:

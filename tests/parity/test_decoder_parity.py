@@ -124,7 +124,10 @@ class FullAttention:
         offset = k.shape[0] - q.shape[0]
         hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + offset)
         cache = self.spec.slots_of(layer)
-        if isinstance(cache, Window):
+        if isinstance(cache, Window) and cache.is_chunked:
+            query, key = torch.arange(offset, len(k))[:, None], torch.arange(len(k))
+            hidden |= key < query // cache.num_tokens * cache.num_tokens
+        elif isinstance(cache, Window):
             hidden |= torch.ones_like(hidden).tril(offset - cache.num_tokens)
         scores = scores.masked_fill(hidden, -torch.inf)
         if norm.sinks is not None:
@@ -254,6 +257,18 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Gemma4Unified": (
         {**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0},
         {"vision_config": {"patch_size": 4, "mm_embed_dim": 16, "mm_posemb_size": 8}},
+    ),
+    "Llama4": (
+        {**ARCHITECTURES["llama4"][1], "attention_bias": False, "moe_layers": [0, 3]},
+        {
+            "vision_config": {
+                **TINY_VISION,
+                "image_size": 8,
+                "vision_output_dim": 48,
+                "projector_output_dim": 48,
+                "projector_input_dim": 48,
+            }
+        },
     ),
     "Glm4v": (
         {"rope_parameters": {**MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}},

@@ -171,7 +171,7 @@ def test_equal_shares_are_equal_heads(qwen: Path, prompts: list[list[int]]) -> N
             assert own.compression.kept_tokens == other.compression.kept_tokens
 
 
-MIXED = ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid", "laguna"]
+MIXED = ["qwen2-windows", "gpt-oss", "lfm2", "granite-hybrid", "laguna", "llama4"]
 
 
 @pytest.mark.parametrize("is_looped", [False, True])

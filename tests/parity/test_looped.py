@@ -101,6 +101,7 @@ OTHERS = (
     "HunYuanMoE",
     "Afmoe",
     "Laguna",
+    "Llama4",
     "Deepseek",
     "Lfm",
     "Qwen3Next",

@@ -136,6 +136,13 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith("Laguna"):
         found |= draw_laguna(random, size, kv_heads, layers)
         rope = None
+    if architecture.startswith("Llama4"):
+        found |= {
+            "intermediate_size_mlp": size.inputs(300), "attention_chunk_size": random.choice([1, 30, 129]),
+            "floor_scale": random.choice([1, 7, 50]), "attn_scale": 0.7, "attn_temperature_tuning": size.any(0, 1),
+            "interleave_moe_layer_step": size.any(1, 2),
+            "use_qk_norm": rope is None or rope["rope_type"] not in ("yarn", "longrope"),
+        }  # fmt: skip
     if architecture.startswith(("MuseGlimmer", "NanoChat")):
         found |= {"attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": random.choice([1e-8, 0.1])}
     if "SWA" in architecture:  # by kind of layers a base of rope, or none

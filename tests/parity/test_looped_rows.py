@@ -49,6 +49,7 @@ SPARSE = (
     "HunYuanMoE",
     "Afmoe",
     "Laguna",
+    "Llama4",
 )
 MIXTURES = [
     name

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import AltUp, LatentConfig, Mamba2, Multipliers
+from snapstream.config.model import AltUp, LatentConfig, LengthScale, Mamba2, Multipliers
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 from snapstream.models.sharding import active_parameters, num_parameters, rank_config
@@ -36,6 +36,7 @@ KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_t
 APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
 NANOCHAT = {**LLAMA, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
+LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
 LAGUNA = {**LLAMA, "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_experts": 4}
 LING = {**LLAMA, **LATENTS, "architectures": ["BailingHybridForCausalLM"], "q_lora_rank": None}
 NEMOTRON = {**LLAMA, "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h",
@@ -87,6 +88,12 @@ GEMMA4_LARGE: dict[str, Any] = {
     "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144,
     "sliding_window": 1024,
 }  # fmt: skip
+LLAMA4_SIZES: dict[str, Any] = {
+    "attention_bias": False, "attention_chunk_size": 8192, "attn_temperature_tuning": 4, "head_dim": 128,
+    "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_attention_heads": 40,
+    "num_experts_per_tok": 1, "num_hidden_layers": 48, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0, "vocab_size": 202048,
+}  # fmt: skip
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "LFM2-1.2B": (
         {"architectures": ["Lfm2ForCausalLM"], "block_auto_adjust_ff_dim": True, "block_ff_dim": 12288,
@@ -111,6 +118,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 2, "post_norm_eps": 1e-8, "rms_norm_eps": 1e-5, "sliding_window": 2048,
             "vocab_size": 202048}},
         27_854_780_928,
+    ),
+    "Llama-4-Scout-17B-16E": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {
+            **LLAMA4_SIZES, "interleave_moe_layer_step": 1, "max_position_embeddings": 10485760, "no_rope_layers": [],
+            "num_local_experts": 16, "rope_scaling": {
+                "factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "use_qk_norm": True}},
+        107_769_861_120,
+    ),
+    "Llama-4-Maverick-17B-128E": (
+        {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {
+            **LLAMA4_SIZES, "interleave_moe_layer_step": 2, "max_position_embeddings": 1048576,
+            "num_local_experts": 128, "rope_scaling": None, "use_qk_norm": False}},
+        400_711_848_960,
     ),
     "Laguna-XS.2": (
         {"architectures": ["LagunaForCausalLM"], "attention_bias": False, "gating": True, "head_dim": 128,
@@ -734,6 +755,19 @@ def test_falcon_h1_has_slots_and_a_state_in_every_layer() -> None:
         replace(model, recurrent_layers=(0,))
 
 
+def test_llama_4_sees_chunks_and_scales_queries_elsewhere() -> None:
+    model = model_config_from_dict(PUBLISHED["Llama-4-Scout-17B-16E"][0])
+    assert (
+        model.layer_windows == (8192, 8192, 8192, None) * 12 and model.rotated_layers == (True, True, True, False) * 12
+    )
+    assert model.length_scale == LengthScale(0.1, 8192, is_unrotated=True)
+    assert KVSpec.of(model, "float32").describe() == (
+        "chunked attention: 36 of 48 layers keep a chunk of 8,192 tokens; the budget applies to the other 12"
+    )
+    other = model_config_from_dict(PUBLISHED["Llama-4-Maverick-17B-128E"][0])
+    assert other.moe is not None and other.moe.chosen == tuple(range(1, 48, 2)) and not other.qk_norm
+
+
 def test_lfm3_keeps_windows_states_and_what_the_budget_holds() -> None:
     model = model_config_from_dict(PUBLISHED["LFM3-1.7B"][0])
     assert model.window_rope == RopeConfig(theta=10000.0) and (model.rope.kind, model.rope.share) == (
@@ -941,7 +975,7 @@ GEMMA3N: dict[str, Any] = {
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {**LLAMA, "architectures": ["Gemma9ForCausalLM"]},
-        "unknown architecture .*LlamaForCausalLM, MistralForCausalLM",
+        "unknown architecture .*LlamaForCausalLM, Llama4ForCausalLM",
     ),
     ({**PUBLISHED["MiniMax-M2"][0], "scoring_func": "softmax"}, "scoring_func is 'softmax'; .*it must be 'sigmoid'"),
     ({**PUBLISHED["MiniMax-M2"][0], "shared_intermediate_size": 8}, "shared_intermediate_size is 8; .* must be 0"),
@@ -1097,8 +1131,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 0.5}}, r"factor is 0.5; it must be >= 1"),
     ({**LLAMA, "rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
     (
-        {**LLAMA, "rope_scaling": {"type": "llama3", **LLAMA3_ROPE, "high_freq_factor": 1.0}},
-        r"high_freq_factor \(1.0\) must exceed low_freq_factor \(1.0\)",
+        {**LLAMA, "rope_scaling": {"type": "llama3", **LLAMA3_ROPE, "high_freq_factor": 0.5}},
+        r"high_freq_factor \(0.5\) is below low_freq_factor \(1.0\)",
     ),
     ({**LLAMA, "partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor is 0.25"),
@@ -1159,6 +1193,15 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LAGUNA, "num_attention_heads_per_layer": [8]}, r"is \[8\]; it must be a list"),
     ({**LAGUNA, "num_attention_heads_per_layer": 8}, "is 8; it must be a list"),
     ({**LAGUNA, "mlp_layer_types": ["sparse", "dense"]}, "only dense layers first, then sparse ones"),
+    ({**LLAMA4, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step is 0; it must be >= 1"),
+    ({**LLAMA4, "moe_layers": "all"}, "moe_layers is 'all'; it must be a list of the layers that have experts"),
+    ({**LLAMA4, "attn_temperature_tuning": 0.5}, "attn_temperature_tuning is 0.5; it must be true or false"),
+    ({**LLAMA4, "floor_scale": 0}, "original must be >= 1"),
+    ({**LLAMA4, "attention_chunk_size": None}, "attention_chunk_size is None; it must be a whole number"),
+    ({**LLAMA4, "attention_chunk_size": 0}, "attention_chunk_size is 0; it must be >= 1"),
+    ({**LLAMA4, "rope_scaling": YARN}, "rope yarn is not supported with norms after the rotation .use_qk_norm."),
+    ({**LLAMA4, "layer_types": ["sliding_attention", "full_attention"]}, "layer_types has 'sliding_attention'"),
+    ({**LLAMA4, "no_rope_layers": [1]}, r"no_rope_layers is \[1\]; it must be a list with a 0 or a 1 for each"),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1209,7 +1252,7 @@ UNKNOWN: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen9ForConditionalGeneration",
      {"vision_config": {"a": 1}, "text_config": {"layer_types": ["linear_attention", "full_attention"], **TEXT}},
      "image inputs .*'linear_attention'"),
-    ("Llama4ForConditionalGeneration",
+    ("Llama9ForConditionalGeneration",
      {"vision_config": {"a": 1}, "text_config": {"attention_chunk_size": 8192, "no_rope_layers": [1, 0], **TEXT}},
      "image inputs .*, chunked attention layers, layers without rotary embedding"),
 ]  # fmt: skip
@@ -1262,7 +1305,7 @@ OTHER_VALUES: dict[str, Any] = {
     "block_auto_adjust_ff_dim": True, "num_dense_layers": 1, "use_expert_bias": False,
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-TEXT_NAMES = ("Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer",
+TEXT_NAMES = ("Llama4", "Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer",
               "Glm4v")  # fmt: skip
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
@@ -1373,6 +1416,9 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "norm_topk_prob": True}  # fmt: skip
         for name in ("rope_theta", "layer_types", "mlp_layer_types"):  # with lists it wants the number of layers
             settings.pop(name, None)
+    if "Llama4" in architecture:
+        settings |= {"attention_chunk_size": 77, "attn_scale": 0.3, "attn_temperature_tuning": False, "floor_scale": 60,
+                     "interleave_moe_layer_step": 2, "intermediate_size_mlp": 112, "use_qk_norm": False}  # fmt: skip
     if "MuseGlimmer" in architecture:
         settings |= {"sliding_window": 77, "attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": 0.1,
                      "final_logit_softcapping": 7.0, "output_multiplier": 0.3, "qk_scale_factor": 2.0,

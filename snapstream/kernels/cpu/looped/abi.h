@@ -67,6 +67,7 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
     float scale, least_sum;    // what the sum of the chosen scores is increased by before it divides them
     float shared_scale;        // of the output of the shared experts
     float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
+    int64_t scales_inputs;  // shares multiply what an expert reads, not what it gives
     // Experts beside every MLP: norms of the output of the MLP, and of the input and the output of the experts; what the
     // router's input is multiplied with behind the norm, [L, D]; of the shares of experts, [L, X]. Null: in its place.
     const float *mlp_part_norm, *experts_norm, *experts_part_norm, *router_scale, *expert_scale;
@@ -142,6 +143,8 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t long_original;
     int64_t scaled_from;  // queries at positions from here on are multiplied (query_scale in step.h); 0: none are
     float query_beta;
+    int64_t scales_unrotated;  // in layers without rotary embedding alone, whose positions count from 1
+    int64_t has_chunks;  // windows are chunks: the slots since the last multiple of one are seen
     float dynamic_factor, dynamic_theta, rope_scale, eps;
     float out_eps;  // of norms of outputs
     float unrotated_scale;  // of queries and keys in layers without rotary embedding
@@ -242,7 +245,7 @@ struct Routed {
     const float* weights;     // [T, k]
     float* out;               // [T, D]
     const float *gate_up_bias, *down_bias;  // [X', 2M], [X', D], or null
-    int64_t tokens, top_k, experts, activation;
+    int64_t tokens, top_k, experts, activation, scales_inputs;
     float limit, alpha;  // as in Mixture
 };
 

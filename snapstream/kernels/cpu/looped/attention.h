@@ -25,7 +25,8 @@ inline Region region(Work& w, int64_t layer, int64_t b, int64_t kv_head) {  // .
         capacity = rows.head_capacities[place];
     }
     const int64_t turn = token < start ? 0 : (token - start) % std::max<int64_t>(capacity - start, 1);
-    return {first, std::min(token + 1, capacity), token < start ? token : start + turn};
+    const bool is_chunk = rows.windows[layer] && w.model.has_chunks;
+    return {first, is_chunk ? turn + 1 : std::min(token + 1, capacity), token < start ? token : start + turn};
 }
 
 // Of a row whose heads have equal slots.
@@ -106,7 +107,7 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     for (int64_t r = 0; r < group; ++r)
         rotated_head(w, queries + (kv_head * group + r) * size, size, parts.q_norm, angle, q + r * size, queries,
                      q_normed, parts.turned_scale);
-    if (const float stretch = query_scale(w, b); stretch != 1.0f)
+    if (const float stretch = query_scale(w, layer, b); stretch != 1.0f)
         for (int64_t i = 0; i < group * size; ++i) q[i] *= stretch;
     if (rows.queries && part == 0) {
         const int64_t kept = rows.num_tokens[row] % rows.kept_queries;

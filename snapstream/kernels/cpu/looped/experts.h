@@ -167,7 +167,8 @@ inline bool activates_experts_at_once(Work& w, int64_t layer) {
 // are any: columns of packed `out`, the input of `down`.
 inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens,
                            const char* next, const float* shares, const Stack& down, const float* bias, float* out) {
-    const Gated gated{shares ? w.moe.limit : 0.0f, shares ? w.moe.alpha : 0.0f, w.model.activation};
+    const Gated gated{shares ? w.moe.limit : 0.0f, shares ? w.moe.alpha : 0.0f, w.model.activation, nullptr,
+                      shares ? w.moe.scales_inputs : 0};
     if (!has_gate(w.model))
         return multiply_panels(w, stack, matrix, 2 * i, panels_left(stack, 2 * i), x, Groups(tokens, next),
                                [&](int64_t own, const float* sums) {
@@ -266,7 +267,7 @@ inline void activate_piece(const Gated& gated, const float* gate, const float* b
         const int64_t count = std::min<int64_t>(W, last - i);
         vec own = load_some(gate + i, count), other = load_some(up + i, count);
         if (bias) own += load_some(bias + i, count), other += load_some(bias + inner + i, count);
-        store(made + i - first, gated(own, other) * share);
+        store(made + i - first, gated(own, other, all(share)));
     }
     put_input(down, base, place, made, first, last - first);
 }
@@ -280,7 +281,7 @@ inline void activate_pairs(Work& w, int64_t layer) {
             if (w.routed.span_of[pair] == ELSEWHERE) return;
             const Span& span = w.routed.spans[w.routed.span_of[pair]];
             float* base = w.routed.inner + span.begin * padded(w.moe.inner);
-            activate_piece({w.moe.limit, w.moe.alpha, w.model.activation}, w.routed.gate_up + pair * parts.experts_gate_up.rows,
+            activate_piece({w.moe.limit, w.moe.alpha, w.model.activation, nullptr, w.moe.scales_inputs}, w.routed.gate_up + pair * parts.experts_gate_up.rows,
                            expert_bias(w, w.moe.gate_up_bias, layer, span.expert, 2 * w.moe.inner), parts.experts_down,
                            task % pieces * PIECE, w.routed.share_of[pair], base,
                            Place(Groups(span.count), pair - span.begin));

@@ -61,7 +61,7 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
         float* out = w.absorbed.queries + b * stride + head * latent_size(w);
         for (int64_t t = 0; t < tokens; ++t) {
             const float* q = w.absorbed.wide + (b + t) * w.model.parts[layer].q.rows + head * query_size(w);
-            const float factor = w.latent.factor * query_scale(w, b + t);
+            const float factor = w.latent.factor * query_scale(w, layer, b + t);
             for (int64_t i = 0; i < w.latent.nope_dim; ++i) w.scratch[t * w.latent.nope_dim + i] = q[i] * factor;
             if (block) continue;
             float* turned = out + t * stride + w.latent.rank;

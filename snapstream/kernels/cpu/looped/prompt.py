@@ -150,6 +150,7 @@ def swiglu_grouped(
         x=address(x), gate_up=gate_up, down=down, order=address(order), ends=address(ends), weights=address(weights),
         out=address(out), tokens=tokens, top_k=top_k, experts=len(ends), gate_up_bias=address(parts.gate_up_bias),
         down_bias=address(parts.down_bias), limit=limit, alpha=alpha, activation=ACTIVATIONS[parts.activation],
+        scales_inputs=parts.scales_inputs,
     )  # fmt: skip
     buffer = library.scratch(tokens * top_k * (gate_up.cols + down.cols + 2 * (ALIGN_COLS - 1)))
     library.pass_experts(byref(routed), address(buffer), torch.get_num_threads())

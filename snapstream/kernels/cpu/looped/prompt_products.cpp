@@ -83,7 +83,7 @@ inline void activate(const Input& input, const Gated& gated, const float* bias, 
         for (int64_t i = 0; i < cols; i += W) {
             const float* own = sums + (i / PANEL * halves * tokens + t) * PANEL + i % PANEL;
             const vec gate = load(own) + load(gate_bias + i), up = load(own + apart) + load(up_bias + i);
-            store(active + i, gated(gate, up) * share);
+            store(active + i, gated(gate, up, share));
         }
         at.put(active, first, cols);
     }
@@ -290,7 +290,7 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
             if (halves_of(r.activation) == 2)
                 multiply(matrix, data + panels * matrix.panel_bytes, expert->first.of(range), groups, ups);
             const float* bias = r.gate_up_bias ? r.gate_up_bias + expert->index * 2 * inner : nullptr;
-            activate(expert->second, {r.limit, r.alpha, r.activation}, bias, inner, sums.data(), shares.data() + expert->begin,
+            activate(expert->second, {r.limit, r.alpha, r.activation, nullptr, r.scales_inputs}, bias, inner, sums.data(), shares.data() + expert->begin,
                      expert->first.begin(range), groups.tokens, panel * PANEL, PANEL);
         }
 #pragma omp for schedule(dynamic, 1)

@@ -218,6 +218,10 @@ struct Gated {
     float limit = 0.0f, alpha = 0.0f;
     int64_t kind = SILU;
     const float* numbers = nullptr;  // of XIELU
+    int64_t scales_inputs = 0;       // by the share of a token, not what it gives
+    INLINE vec operator()(vec gate, vec up, vec share) const {
+        return scales_inputs ? (*this)(gate * share, up * share) : (*this)(gate, up) * share;
+    }
     INLINE vec operator()(vec gate, vec up) const {
         if (kind == RELU2) return (gate > vec{} ? gate : vec{}) * up;
         if (kind == XIELU) return xielu(gate, numbers);

@@ -52,9 +52,10 @@ inline int64_t ahead_of(const Work& w, int64_t b) { return w.step.ahead ? w.step
 inline int64_t position_of(const Work& w, int64_t b) { return w.rows.num_tokens[w.step.rows[b]] + ahead_of(w, b); }
 
 // What the query of an entry is multiplied by for its position (reference: rope in ../../../models/decoder.py).
-inline float query_scale(const Work& w, int64_t b) {
-    if (!w.model.scaled_from) return 1.0f;
-    return 1.0f + w.model.query_beta * std::log1p(static_cast<float>(position_of(w, b) / w.model.scaled_from));
+inline float query_scale(const Work& w, int64_t layer, int64_t b) {
+    const int64_t *rotated = w.model.rotated_layers, from = w.model.scaled_from, ahead = w.model.scales_unrotated;
+    if (!from || (ahead && (!rotated || rotated[layer]))) return 1.0f;
+    return 1.0f + w.model.query_beta * std::log1p(static_cast<float>((position_of(w, b) + ahead) / from));
 }
 
 inline float dot(const float* x, const float* y, int64_t count) {
@@ -303,7 +304,7 @@ inline void activate_panel(Work& w, const Gated& gated, const Stack& down, const
         const float *gates = sums + t * PANEL, *ups = gates + apart;
         const vec share = all(shares ? shares[t] : 1.0f);
         for (int v = 0; v < PANEL; v += W)
-            store(active + v, gated(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v)) * share);
+            store(active + v, gated(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v), share));
         put_input(down, packed, place, active, first, PANEL);
     }
 }
