@@ -50,7 +50,15 @@ def test_a_copy_without_a_head_is_a_row_whose_head_keeps_no_more(llm: LLM) -> No
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("name", "num_layers"),
-    [("gpt-oss-full", 3), ("gpt-oss", 2), ("gemma2", 2), ("lfm2", 2), ("lfm3", 1), ("granite-hybrid", 2), ("llama4", 1)],
+    [
+        ("gpt-oss-full", 3),
+        ("gpt-oss", 2),
+        ("gemma2", 2),
+        ("lfm2", 2),
+        ("lfm3", 1),
+        ("granite-hybrid", 2),
+        ("llama4", 1),
+    ],
 )
 def test_a_whole_copy_has_the_models_probabilities(name: str, num_layers: int, tmp_path: Path) -> None:
     """Of models with learned attention sinks, with a cap of scores, with windows and with recurrent states."""
