@@ -241,8 +241,8 @@ class LayerNorms(NamedTuple):
         return self.before_attention is not None
 
 
-# The last two are of MLPs without gate: ``down(relu(up x)^2)``, and xIELU (``kernels.pytorch.xielu``).
-Activation = Literal["silu", "gelu_tanh", "relu2", "xielu"]
+# The last three are of MLPs without gate: ``down(relu(up x)^2)``, xIELU (``kernels.pytorch.xielu``), GELU by tanh.
+Activation = Literal["silu", "gelu_tanh", "relu2", "xielu", "ungated_gelu"]
 
 
 class HeadSizes(NamedTuple):
@@ -463,6 +463,9 @@ class ModelConfig:
     is_parallel: bool = False
     # The mean of a token's numbers is taken off the residual stream: an RMSNorm of it is then a LayerNorm without bias.
     is_centered: bool = False
+    # Norms have biases; these are part of those of the products behind the norms, once loaded.
+    has_norm_biases: bool = False
+    has_head_bias: bool = False  # of the output embedding (Phi)
     out_norm_eps: float | None = None  # of norms of outputs; None: rms_norm_eps
     norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
     activation: Activation = "silu"  # of gate
@@ -559,10 +562,13 @@ class ModelConfig:
         check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
         is_beside = self.moe is not None and self.moe.is_beside_mlp
         check(
-            self.moe is None or is_beside or (self.norms.has_inputs and self.activation not in ("gelu_tanh", "xielu")),
+            self.moe is None or is_beside or (self.norms.has_inputs and self.activation in ("silu", "relu2")),
             "experts without a norm of their input, GELU and xIELU are not supported",
         )
-        check(self.has_gate or not self.mlp_bias, "biases of an MLP without gate are not supported")
+        check(
+            not self.has_norm_biases or (self.is_centered and not (self.moe or self.latent or self.has_fused_qkv)),
+            "biases of norms other than LayerNorm, with experts, latents or fused projections are not supported",
+        )
         self._check_layer_sizes()
         check(
             self.multipliers.residual == 1.0 or not self.norms.has_outputs or self.moe is None,
@@ -741,7 +747,7 @@ class ModelConfig:
     @property
     def has_gate(self) -> bool:
         """Whether MLPs and experts are gated."""
-        return self.activation not in ("relu2", "xielu")
+        return self.activation in ("silu", "gelu_tanh")
 
     @property
     def own_vocab(self) -> int:

@@ -205,7 +205,7 @@ GRAPH = Executor(
 # The tensors of layers that are supported.
 _LOOPED_TENSORS = frozenset(
     "embed lm_head input_norm post_norm final_norm qkv qkv_bias o o_bias q_norm k_norm gate_up down gate_up_bias "
-    "down_bias "
+    "down_bias input_norm_bias post_norm_bias final_norm_bias lm_head_bias "
     "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "

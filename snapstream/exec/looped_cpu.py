@@ -60,7 +60,7 @@ from snapstream.models.recurrent import in_scales
 from snapstream.models.rope import Rope
 from snapstream.models.weights import LayerWeights
 
-_VECTORS = "final_norm", "sinks", "per_layer_in_norm"
+_VECTORS = "final_norm", "lm_head_bias", "sinks", "per_layer_in_norm"
 # Of a layer, by names as in abi.h.
 _LAYER_VECTORS = (
     "q_norm", "k_norm", "input_norm", "attention_out_norm", "mlp_out_norm", "per_layer_norm", "laurel_norm",

@@ -1,11 +1,13 @@
-"""Cohere: Command R, Command R7B, Command A and a mixture of experts: attention and MLP side by side after one norm.
+"""Families with LayerNorm. No torch.
 
-No torch.
+Cohere (Command R, Command R7B, Command A and a mixture of experts): attention and MLP side by side after one norm. With
+biases of norms: StarCoder2, StableLM, Phi-1.5 and 2, Nemotron (Minitron), Jais 2.
 """
 
 from __future__ import annotations
 
-from snapstream.config.model import LayerNorms, MoEConfig, Multipliers
+from snapstream.config import ModelConfig
+from snapstream.config.model import Activation, LayerNorms, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import (
     Family,
@@ -14,9 +16,12 @@ from snapstream.models.family import (
     layer_kind_refusals,
     num_dense,
     num_layers,
+    other_values,
     refuse_absent_window,
     windows_by_type,
+    windows_of_all_layers,
 )
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
 
 def _rewrite(settings: Settings) -> Settings:
@@ -139,3 +144,95 @@ COHERE2_MOE = Family(
     has_windows=True,
     is_interleaved=True,
 )  # fmt: skip
+
+
+def _biased(settings: Settings, activation: Activation = "silu", *, is_parallel: bool = False) -> Recipe:
+    """LayerNorm with biases."""
+    norms = LayerNorms("input_layernorm", None, None, None) if is_parallel else LayerNorms()
+    return {
+        "is_centered": True, "has_norm_biases": True, "activation": activation, "is_parallel": is_parallel,
+        "norms": norms, "mlp_bias": flag(settings, "mlp_bias"), **attention_biases(settings),
+    }  # fmt: skip
+
+
+def _starcoder2(settings: Settings) -> Recipe:
+    biases = dict.fromkeys(("attention_bias", "mlp_bias"), flag(settings, "use_bias"))
+    return {**_biased({**settings, **biases}, "ungated_gelu"), **windows_of_all_layers(settings)}
+
+
+def _starcoder2_tensors(config: ModelConfig) -> TensorSpecs:
+    return renamed(decoder_tensors(config), {"mlp.up_proj.": "mlp.c_fc.", "mlp.down_proj.": "mlp.c_proj."})
+
+
+def _stablelm(settings: Settings) -> Recipe:
+    own = _biased(settings, is_parallel=flag(settings, "use_parallel_residual"))
+    hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
+    return {**own, "qkv_bias": flag(settings, "use_qkv_bias"), "o_bias": False, "head_dim": hidden // max(heads, 1)}
+
+
+def _phi(settings: Settings) -> Recipe:
+    own = _biased({**settings, "attention_bias": True, "mlp_bias": True}, "ungated_gelu", is_parallel=True)
+    return {**own, "has_head_bias": True}
+
+
+def _phi_tensors(config: ModelConfig) -> TensorSpecs:
+    names = {
+        "mlp.up_proj.": "mlp.fc1.", "mlp.down_proj.": "mlp.fc2.", "self_attn.o_proj.": "self_attn.dense.",
+        "model.norm.": "model.final_layernorm.",
+    }  # fmt: skip
+    return renamed(decoder_tensors(config), names)
+
+
+def _unnormed(settings: Settings) -> list[str]:
+    return other_values(settings, {"qk_layernorm": False})
+
+
+_BIASED: Settings = {"bos_token_id": 0, "layer_norm_eps": 1e-5}
+STARCODER2 = Family(
+    defaults={
+        "bos_token_id": 50256, "eos_token_id": 50256, "hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5,
+        "num_key_value_heads": 2, "tie_word_embeddings": True, "use_bias": True,
+    },
+    rewrite=lambda settings: {**settings, "rms_norm_eps": settings["norm_epsilon"]},
+    recipe=_starcoder2,
+    refusals=lambda settings: other_values(settings, {"hidden_act": "gelu_pytorch_tanh"}),
+    has_windows=True,
+    has_own_activation=True,
+    tensors=_starcoder2_tensors,
+)  # fmt: skip
+STABLELM = Family(
+    defaults={**_BIASED, "eos_token_id": 0, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
+    rewrite=_rewrite,
+    recipe=_stablelm,
+    refusals=_unnormed,
+    is_partly_rotated=True,
+)
+PHI = Family(
+    defaults={
+        "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+    },
+    rewrite=_rewrite,
+    recipe=_phi,
+    refusals=lambda settings: [*_unnormed(settings), *other_values(settings, {"hidden_act": "gelu_new"})],
+    is_partly_rotated=True,
+    has_own_activation=True,
+    tensors=_phi_tensors,
+)  # fmt: skip
+NEMOTRON = Family(
+    defaults={
+        "bos_token_id": 2, "eos_token_id": 3, "hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5,
+    },
+    rewrite=lambda settings: {**settings, "rms_norm_eps": settings["norm_eps"]},
+    recipe=lambda settings: {**_biased(settings, "relu2"), "norm_offset": 1.0},
+    refusals=lambda settings: other_values(settings, {"hidden_act": "relu2"}),
+    is_partly_rotated=True,
+    has_own_activation=True,
+)  # fmt: skip
+JAIS2 = Family(
+    defaults={**_BIASED, "attention_bias": True, "eos_token_id": 150024, "hidden_act": "relu2", "mlp_bias": True},
+    rewrite=_rewrite,
+    recipe=lambda settings: _biased(settings, "relu2"),
+    refusals=lambda settings: other_values(settings, {"hidden_act": "relu2"}),
+    has_own_activation=True,
+)

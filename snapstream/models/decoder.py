@@ -168,7 +168,7 @@ class Decoder:
         self._streams: Streams | None = None
         if config.altup is not None:
             self._streams = Streams(weights.matrices, config.altup.num_streams, self.kernels)
-        self._vocabulary = Vocabulary(weights.embed, weights.lm_head, config.vocab_size, self.kernels, self.group)
+        self._vocabulary = Vocabulary(weights, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
         """Learned attention sinks ``[H]`` of a layer, of this rank's query heads; None if the model has none."""

@@ -52,7 +52,9 @@ class Recipe(TypedDict, total=False):
     norms: LayerNorms
     recurrent_norms: LayerNorms  # of recurrent layers, where they differ
     is_parallel: bool  # attention and MLP read one norm
-    is_centered: bool  # norms are LayerNorms without bias
+    is_centered: bool  # norms are LayerNorms
+    has_norm_biases: bool
+    has_head_bias: bool
     norm_offset: float
     out_norm_eps: float
     activation: Activation  # of gate

@@ -25,7 +25,7 @@ from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm, Xielu
 from snapstream.kernels.pytorch import geglu
 from snapstream.models.matrix import Matrix
-from snapstream.models.weights import LayerWeights
+from snapstream.models.weights import DecoderWeights, LayerWeights
 
 
 class KVView(Protocol):
@@ -143,10 +143,11 @@ class Vocabulary:
     logits are dropped.
     """
 
-    def __init__(self, embed: Matrix, head: Matrix, vocab_size: int, kernels: Kernels, group: Group) -> None:
-        self._embed, self._head, self._vocab_size = embed, head, vocab_size
+    def __init__(self, weights: DecoderWeights, vocab_size: int, kernels: Kernels, group: Group) -> None:
+        self._embed, self._head, self._vocab_size = weights.embed, weights.lm_head, vocab_size
+        self._bias = weights.vectors.get("lm_head_bias")
         self._kernels, self._group = kernels, group
-        self._num_local = embed.shape[0]  # V'
+        self._num_local = weights.embed.shape[0]  # V'
         self._first = group.rank * self._num_local
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ class Vocabulary:
 
     def logits(self, normed: Tensor) -> Tensor:
         """``normed [T, D]`` to ``[T, V]`` fp32."""
-        local = self._head.multiply(normed, None, self._kernels)  # [T, V']
+        local = self._head.multiply(normed, self._bias, self._kernels)  # [T, V']
         logits = self._group.all_gather(local, 1).to(torch.float32)
         return logits if logits.shape[1] == self._vocab_size else logits[:, : self._vocab_size].contiguous()
 
@@ -240,7 +241,7 @@ class Mlp(Protocol):
 
 
 class SwiGLU:
-    """``down(act(gate x) * up x)`` of stored matrices, or ``relu2`` or xIELU without gate; an ``Mlp``."""
+    """``down(act(gate x) * up x)`` of stored matrices, or ``relu2``, xIELU or GELU without gate; an ``Mlp``."""
 
     def __init__(
         self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,

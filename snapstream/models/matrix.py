@@ -221,7 +221,7 @@ class Matrix:
         activation: Activation | Xielu = "silu",
     ) -> Tensor:  # fmt: skip
         """``down(act(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``;
-        with ``relu2`` ``down(relu(up x)^2)`` of a matrix ``[I, D]``, and the same with ``Xielu``.
+        with ``relu2`` ``down(relu(up x)^2)`` of a matrix ``[I, D]``, and the same with ``Xielu`` and ``ungated_gelu``.
 
         x ``[T, D]`` is the norm of ``given``, or ``given``; ``biases`` are this matrix's and that of ``down``.
         """
@@ -350,6 +350,8 @@ def _activated(gate_up: Tensor, activation: Activation | Xielu, kernels: Kernels
         return xielu(gate_up, activation.numbers)
     if activation == "relu2":
         return relu2(gate_up)
+    if activation == "ungated_gelu":
+        return F.gelu(gate_up, approximate="tanh")
     return kernels.swiglu(gate_up) if activation == "silu" else geglu(gate_up)
 
 

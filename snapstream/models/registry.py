@@ -19,7 +19,7 @@ from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
 from snapstream.models import gguf, gguf_settings, quantization
-from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE
+from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE, JAIS2, NEMOTRON, PHI, STABLELM, STARCODER2
 from snapstream.models.config_json import (
     CODE_FIELD,
     check_file,
@@ -210,6 +210,11 @@ FAMILIES: Registry[Family] = Registry(
         "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
         "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
         "NemotronHForCausalLM": NEMOTRON_H,
+        "Starcoder2ForCausalLM": STARCODER2,
+        "StableLmForCausalLM": STABLELM,
+        "PhiForCausalLM": PHI,
+        "NemotronForCausalLM": NEMOTRON,
+        "Jais2ForCausalLM": JAIS2,
         "OlmoForCausalLM": OLMO,
         "Olmo2ForCausalLM": OLMO2,
         "Olmo3ForCausalLM": OLMO3,

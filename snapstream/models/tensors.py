@@ -179,6 +179,15 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
         **norms,
         "final_norm": replace(norm(config, hidden, "model.norm.weight"), per_layer=False),
     }
+    if config.has_norm_biases:
+        for name, spec in [*norms.items(), ("final_norm", specs["final_norm"])]:
+            part = next(iter(spec.parts)).removesuffix("weight") + "bias"
+            specs[f"{name}_bias"] = replace(spec, parts={part: ()}, offset=0.0, dtype=None)
+    if config.has_norm_biases or config.has_head_bias:
+        specs["lm_head_bias"] = TensorSpec(
+            shape=(config.own_vocab,), parts={"lm_head.bias": ()} if config.has_head_bias else {}, per_layer=False,
+            is_matrix=False, shard_dim=0, is_padded=True,
+        )  # fmt: skip
     if config.norms_experts_alone and config.moe is not None:
         specs["mlp_out_norm"] = replace(specs["mlp_out_norm"], layers=config.moe.layers(config.num_layers))
     if not config.tie_word_embeddings:
@@ -261,9 +270,10 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
         "qkv": TensorSpec(shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), shard_dim=0),
         "o": TensorSpec(shape=(hidden, queries), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
     }
-    if config.qkv_bias:
+    if config.qkv_bias or config.has_norm_biases:
+        parts = qkv("bias") if config.qkv_bias else {}
         specs["qkv_bias"] = TensorSpec(
-            shape=(size,), parts=qkv("bias"), is_matrix=False, row_order=ordered("bias"), shard_dim=0
+            shape=(size,), parts=parts, is_matrix=False, row_order=ordered("bias"), shard_dim=0
         )
     if config.o_bias:
         specs["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
@@ -360,11 +370,13 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
             shape=(4,), parts={**names, "mlp.act_fn.beta": (2,), "mlp.act_fn.eps": (3,)}, layers=layers,
             is_matrix=False, dtype="float32",
         )  # fmt: skip
-    if config.mlp_bias:
-        parts = gate_up_parts("mlp", "bias", inner)
+    if config.mlp_bias or config.has_norm_biases:
+        parts = gate_up_parts("mlp", "bias", inner, has_gate=config.has_gate) if config.mlp_bias else {}
         specs["gate_up_bias"] = TensorSpec(
-            shape=(2 * inner,), parts=parts, layers=layers, is_matrix=False, shard_dim=0, is_padded=True
-        )
+            shape=((1 + config.has_gate) * inner,), parts=parts, layers=layers, is_matrix=False, shard_dim=0,
+            is_padded=True,
+        )  # fmt: skip
+    if config.mlp_bias:
         specs["down_bias"] = TensorSpec(
             shape=(hidden,), parts={"mlp.down_proj.bias": ()}, layers=layers, is_matrix=False
         )

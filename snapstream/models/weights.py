@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormats
+from snapstream.kernels.interface import Kernels
 from snapstream.models.matrix import MakeMatrix, Matrix, joined, make_matrix
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
@@ -190,6 +191,17 @@ class DecoderWeights:
                     bound /= (2 * self.config.num_layers) ** 0.5
                 numbers = numbers * bound
             self.fill(part.target, part.place, numbers)
+
+    def fold_norm_biases(self, kernels: Kernels) -> None:
+        """Add what products make of the biases of the norms before them to the biases of the products."""
+        if not self.config.has_norm_biases:
+            return
+        second = "input_norm_bias" if self.config.is_parallel else "post_norm_bias"
+        for own in map(self.layer, range(self.config.num_layers)):
+            for name, bias in (("qkv", own.vector("input_norm_bias")), ("gate_up", own.vector(second))):
+                own.vector(f"{name}_bias").add_(own.matrix(name).multiply(bias[None], None, kernels)[0])
+        logits = self.lm_head.multiply(self.vectors["final_norm_bias"][None], None, kernels)[0]
+        self.vectors["lm_head_bias"].add_(logits)
 
     def layer(self, index: int) -> LayerWeights:
         places = {}  # of this layer in the stacks

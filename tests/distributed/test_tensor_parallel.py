@@ -102,6 +102,7 @@ DENSE = (
     "llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases", "ernie", "granite", "exaone4",
     "gemma2-panels", "gemma3-panels", "cohere2-panels", "ministral3-halves", "granite-swa", "arcee", "glm",
     "hyperclova-x", "apertus", "muse-glimmer-panels", "nanochat-panels",
+    "starcoder2-panels", "phi-panels", "minitron-panels",
 )  # fmt: skip
 
 
@@ -136,7 +137,8 @@ def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExp
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize(
-    "name", ["cohere2-panels", "ministral3-halves", "cohere2-moe", "kolibri-panels", "axk1", "afmoe-panels"]
+    "name",
+    ["cohere2-panels", "ministral3-halves", "cohere2-moe", "kolibri-panels", "axk1", "afmoe-panels", "phi-panels"],
 )
 def test_other_recipes_in_looped_steps(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     """An MLP or experts beside attention, whose outputs are added together; queries scaled by position; experts whose

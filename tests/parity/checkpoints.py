@@ -523,6 +523,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 1, "tie_word_embeddings": True},
     ),
     "gemma": ("GemmaConfig", {"head_dim": 20, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "starcoder2-panels": ("Starcoder2Config", {"hidden_size": 64, "intermediate_size": 96, "sliding_window": None}),
+    "starcoder2": ("Starcoder2Config", {"num_key_value_heads": 1, "sliding_window": 41, "tie_word_embeddings": True}),
+    "starcoder2-plain": ("Starcoder2Config", {"use_bias": False, "norm_epsilon": 0.1}),
+    "stablelm": ("StableLmConfig", {"num_key_value_heads": 1, "hidden_size": 96, "use_qkv_bias": True}),
+    "stablelm-parallel": (
+        "StableLmConfig",
+        {"hidden_size": 64, "intermediate_size": 96, "use_parallel_residual": True, "num_key_value_heads": 4},
+    ),
+    "phi": (
+        "PhiConfig",
+        {"num_key_value_heads": 4, "hidden_size": 80,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}},
+    ),
+    "phi-panels": ("PhiConfig", {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}),
+    "minitron": ("NemotronConfig", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
+    "minitron-panels": (
+        "NemotronConfig",
+        {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 1, "norm_eps": 0.1},
+    ),
+    "jais2": ("Jais2Config", {"head_dim": 20, "num_key_value_heads": 1}),
     "internlm3": ("InternLM3Config", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
     "helium": ("HeliumConfig", {"head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}),
     "nanochat": (  # no norm has weights; turned backwards

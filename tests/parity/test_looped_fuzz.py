@@ -57,7 +57,9 @@ NEED_WINDOWS = (
     "VaultGemma",
 )  # in some layers
 OTHER_ACTIVATIONS = {"GemmaForCausalLM": "gelu_pytorch_tanh", "ArceeForCausalLM": "relu2",
-                     "ApertusForCausalLM": "xielu", "NanoChatForCausalLM": "relu2"}  # fmt: skip
+                     "ApertusForCausalLM": "xielu", "NanoChatForCausalLM": "relu2", "NemotronForCausalLM": "relu2",
+                     "Jais2ForCausalLM": "relu2", "PhiForCausalLM": "gelu_new",
+                     "Starcoder2ForCausalLM": "gelu_pytorch_tanh"}  # fmt: skip
 NEED_LENGTH_SCALE = ("Ministral3", "Mistral4")
 LENGTH_SCALE = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 7, "llama_4_scaling_beta": 0.3,
@@ -120,6 +122,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     else:
         rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
         found["head_dim"] = size.inputs(160, times=heads, multiple=max(4, int(rotated / part)))
+        if architecture == "StableLmForCausalLM":  # whatever the file says of heads
+            found |= {"use_parallel_residual": random.random() < 0.5, "use_qkv_bias": random.random() < 0.5}
+            found["hidden_size"] = heads * found["head_dim"]
         if architecture == "Cohere2ForCausalLM":  # whatever the file says of heads
             found["head_dim"] = size.inputs(40, times=heads, multiple=4)
             found["hidden_size"] = heads * found["head_dim"]

@@ -36,6 +36,7 @@ KIMI = {**LLAMA, **LATENTS, "architectures": ["KimiLinearForCausalLM"], "model_t
 APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "apertus", "hidden_act": "xielu"}
 MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
 NANOCHAT = {**LLAMA, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
+PHI = {**LLAMA, "architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new"}
 LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
 LAGUNA = {**LLAMA, "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_experts": 4}
 LING = {**LLAMA, **LATENTS, "architectures": ["BailingHybridForCausalLM"], "q_lora_rank": None}
@@ -118,6 +119,34 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "num_key_value_heads": 2, "post_norm_eps": 1e-8, "rms_norm_eps": 1e-5, "sliding_window": 2048,
             "vocab_size": 202048}},
         27_854_780_928,
+    ),
+    "starcoder2-3b": (
+        {"architectures": ["Starcoder2ForCausalLM"], "hidden_act": "gelu_pytorch_tanh", "hidden_size": 3072,
+         "intermediate_size": 12288, "max_position_embeddings": 16384, "norm_epsilon": 1e-5, "num_attention_heads": 24,
+         "num_hidden_layers": 30, "num_key_value_heads": 2, "rope_theta": 999999.4420358813, "sliding_window": 4096,
+         "use_bias": True, "vocab_size": 49152},
+        3_030_371_328,
+    ),
+    "stablelm-2-1_6b": (
+        {"architectures": ["StableLmForCausalLM"], "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632,
+         "layer_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 24,
+         "num_key_value_heads": 32, "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_theta": 10000,
+         "use_parallel_residual": False, "use_qkv_bias": True, "vocab_size": 100352},
+        1_644_515_328,
+    ),
+    "phi-2": (
+        {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "hidden_size": 2560,
+         "intermediate_size": 10240, "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_attention_heads": 32,
+         "num_hidden_layers": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False,
+         "vocab_size": 51200},
+        2_779_683_840,
+    ),
+    "Minitron-4B-Base": (
+        {"architectures": ["NemotronForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "relu2",
+         "hidden_size": 3072, "intermediate_size": 9216, "max_position_embeddings": 4096, "mlp_bias": False,
+         "norm_eps": 1e-5, "num_attention_heads": 24, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "partial_rotary_factor": 0.5, "rope_theta": 10000, "vocab_size": 256000},
+        4_190_509_056,
     ),
     "Llama-4-Scout-17B-16E": (
         {"architectures": ["Llama4ForConditionalGeneration"], "text_config": {
@@ -1202,6 +1231,20 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA4, "rope_scaling": YARN}, "rope yarn is not supported with norms after the rotation .use_qk_norm."),
     ({**LLAMA4, "layer_types": ["sliding_attention", "full_attention"]}, "layer_types has 'sliding_attention'"),
     ({**LLAMA4, "no_rope_layers": [1]}, r"no_rope_layers is \[1\]; it must be a list with a 0 or a 1 for each"),
+    ({**PHI, "qk_layernorm": True}, "qk_layernorm is True; of this architecture it must be False"),
+    ({**PHI, "hidden_act": "gelu"}, "hidden_act is 'gelu'; of this architecture it must be 'gelu_new'"),
+    (
+        {**PHI, "architectures": ["Starcoder2ForCausalLM"], "hidden_act": "relu"},
+        "hidden_act is 'relu'; of this architecture it must be 'gelu_pytorch_tanh'",
+    ),
+    (
+        {**PHI, "architectures": ["NemotronForCausalLM"], "hidden_act": "silu"},
+        "hidden_act is 'silu'; of this architecture it must be 'relu2'",
+    ),
+    (
+        {**PHI, "architectures": ["StableLmForCausalLM"], "hidden_act": "silu", "qk_layernorm": True},
+        "qk_layernorm is True; of this architecture it must be False",
+    ),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
@@ -1316,6 +1359,10 @@ LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteFo
                 "Kimi_K25ForConditionalGeneration")  # fmt: skip
 
 
+BIASED = {"Starcoder2ForCausalLM": "gelu_pytorch_tanh", "StableLmForCausalLM": "silu", "PhiForCausalLM": "gelu_new",
+          "NemotronForCausalLM": "relu2", "Jais2ForCausalLM": "relu2"}  # fmt: skip
+
+
 def config_class_of(architecture: str) -> Any:
     from tests.parity.checkpoints import class_of_transformers  # loads torch
 
@@ -1423,6 +1470,12 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"sliding_window": 77, "attention_bias": False, "tie_word_embeddings": False, "post_norm_eps": 0.1,
                      "final_logit_softcapping": 7.0, "output_multiplier": 0.3, "qk_scale_factor": 2.0,
                      "num_attention_heads": 64, "num_key_value_heads": 32}  # fmt: skip
+    if architecture in BIASED:
+        settings["hidden_act"] = BIASED[architecture]
+        for name in {"layer_norm_eps", "norm_eps", "norm_epsilon"} & known:
+            settings[name] = 1e-3
+        if architecture == "StableLmForCausalLM":
+            settings |= {"use_qkv_bias": True, "use_parallel_residual": True}
     if architecture == "ArceeForCausalLM":
         settings |= {"hidden_act": "relu2", "mlp_bias": False}
     if architecture == "NanoChatForCausalLM":

@@ -10,10 +10,10 @@ constexpr int PANEL = 32;   // rows of a panel
 constexpr int64_t REJECTED = -2;  // in tokens
 constexpr int ALIGN_K = 4;  // the columns of a panel are filled up with zeros to a multiple of this
 
-// What a layer has of each part, and how its MLP or experts are activated: RELU2 (relu(up)^2) and XIELU have no gate.
+// What a layer has of each part, and how its MLP or experts are activated: RELU2 (relu(up)^2) and those after it have no gate.
 enum MixerKind : int64_t { ATTENTION = 0, RECURRENT = 1, NO_MIXER = 2, BOTH = 3 };
 enum MlpKind : int64_t { DENSE = 0, EXPERTS = 1, NO_MLP = 2 };
-enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2, XIELU = 3 };
+enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2, XIELU = 3, UNGATED_GELU = 4 };
 constexpr bool has_gate(int64_t activation) { return activation < RELU2; }
 
 enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7 };
@@ -115,7 +115,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     const LayerParts* parts;
     int64_t is_single;  // layers have one part each
     Stack embed, head;
-    const float* final_norm;                                    // [D]
+    const float *final_norm, *lm_head_bias;                     // [D]; [rows of head] or null
     int64_t is_parallel;  // attention and MLP read one norm, and both outputs are added
     int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k

@@ -32,7 +32,7 @@ FORMATS = {
     "mxfp4": 6,
     "uint4": 7,
 }  # as ``abi.h``
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3}  # the same
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3, "ungated_gelu": 4}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it
 
 _HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())

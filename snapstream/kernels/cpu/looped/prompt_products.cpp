@@ -72,11 +72,12 @@ inline int64_t halves_of(int64_t activation) { return has_gate(activation) ? 2 :
 inline void activate(const Input& input, const Gated& gated, const float* bias, int64_t inner, const float* sums,
                      const float* shares, int64_t begin, int64_t tokens, int64_t first, int64_t cols) {
     float gate_bias[MOST_GROUP] = {}, up_bias[MOST_GROUP] = {}, active[MOST_GROUP];
-    if (bias) {
-        std::copy(bias + first, bias + first + cols, gate_bias);
-        std::copy(bias + inner + first, bias + inner + first + cols, up_bias);
-    }
     const int64_t halves = halves_of(gated.kind), apart = (halves - 1) * tokens * PANEL;
+    if (bias) {
+        const int64_t up = first + (halves - 1) * inner;
+        std::copy(bias + first, bias + first + cols, gate_bias);
+        std::copy(bias + up, bias + up + cols, up_bias);
+    }
     Input::At at(input, begin);
     for (int64_t t = 0; t < tokens; ++t, at.next()) {
         const vec share = all(shares ? shares[begin + t] : 1.0f);

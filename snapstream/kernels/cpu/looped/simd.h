@@ -213,7 +213,7 @@ INLINE vec xielu(vec x, const float* of) {
 
 // The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
 // gate at most `limit`, up within +-limit. GELU is gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
-// sigmoid(2 z). RELU2 takes up for both: relu(up)^2; so does XIELU.
+// sigmoid(2 z). RELU2 takes up for both: relu(up)^2; so do XIELU and UNGATED_GELU.
 struct Gated {
     float limit = 0.0f, alpha = 0.0f;
     int64_t kind = SILU;
@@ -225,9 +225,10 @@ struct Gated {
     INLINE vec operator()(vec gate, vec up) const {
         if (kind == RELU2) return (gate > vec{} ? gate : vec{}) * up;
         if (kind == XIELU) return xielu(gate, numbers);
-        if (kind == GELU) {
+        if (kind == GELU || kind == UNGATED_GELU) {
             const vec z = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
-            return gate / (1.0f + exponential(-z)) * up;
+            const vec active = gate / (1.0f + exponential(-z));
+            return kind == GELU ? active * up : active;
         }
         if (limit == 0.0f) return gate / (1.0f + exponential(-gate)) * up;
         const vec most = all(limit), least = all(-limit);

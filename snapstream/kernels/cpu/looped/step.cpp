@@ -227,6 +227,7 @@ void head_stage(Work& w) {
         for (int64_t b = 0; b < w.step.batch; ++b) {
             float* own = w.step.logits + b * w.model.vocab + first;
             std::memcpy(own, sums + b * PANEL, count * 4);
+            for (int64_t i = 0; w.model.lm_head_bias && i < count; ++i) own[i] += w.model.lm_head_bias[line + i];
             if (w.model.logits_multiplier != 1.0f)
                 for (int64_t i = 0; i < count; ++i) own[i] *= w.model.logits_multiplier;
             if (w.model.logit_cap != 0.0f) cap_logits(w.model.logit_cap, own, count);

@@ -297,7 +297,8 @@ inline void activate_panel(Work& w, const Gated& gated, const Stack& down, const
     float gate_bias[PANEL] = {}, up_bias[PANEL] = {}, active[PANEL];
     if (bias) {
         std::copy(bias + first, bias + first + PANEL, gate_bias);
-        std::copy(bias + down.cols + first, bias + down.cols + first + PANEL, up_bias);
+        const int64_t up = first + (has_gate(w.model) ? down.cols : 0);
+        std::copy(bias + up, bias + up + PANEL, up_bias);
     }
     const int64_t apart = has_gate(w.model) ? tokens * PANEL : 0;
     for (int64_t t = 0; t < tokens; ++t, place.next()) {
