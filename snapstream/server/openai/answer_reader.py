@@ -526,11 +526,6 @@ class AnswerReader:
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
-    @property
-    def is_reasoning(self) -> bool:
-        """Whether the last tokens were reasoning, or white space after it."""
-        return not (self._splitter.is_answering or self._splitter.is_undecided)
-
     def take(self, delta: SampleDelta) -> list[Event]:
         """The events that this delta completes; with the last one also what was held back."""
         was_over = not (self._splitter.is_undecided or self._splitter.is_inside)

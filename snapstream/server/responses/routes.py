@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -259,13 +260,13 @@ class ResponseAnswer:
         return [{"type": f"response.{name}", "response": self.response} for name in ("created", "in_progress")]
 
     def _take(self, sample: SampleDelta) -> list[Json]:
-        usage = self.usage
+        usage, num_before = self.usage, self.usage.completion_tokens
         usage.completion_tokens += len(sample.token_ids)
         usage.count(0, 0, sample)
         read = self.reader.take(sample)
         usage.reasoning_tokens = self.reader.num_reasoning_tokens
-        is_text = sample.logprobs and not self.reader.is_reasoning
-        events = self.writer.take(read, chat_entries(sample.logprobs or (), self.texts) if is_text else ())
+        of_text = (sample.logprobs or ())[max(usage.reasoning_tokens - num_before, 0) :]
+        events = self.writer.take(read, chat_entries(of_text, self.texts))
         if sample.finish_reason is None:
             return events
         is_whole = sample.finish_reason is FinishReason.STOP
@@ -345,7 +346,7 @@ class OutputWriter:
         self._is_open = False
 
     def take(self, events: Sequence[Event], logprobs: Sequence[Json] = ()) -> list[Json]:
-        """Parsed events as events of this API. ``logprobs``: of tokens of the text, which may be held back."""
+        """Parsed events as events of this API. ``logprobs``: of tokens after the reasoning; their text may be held."""
         self._logprobs += logprobs
         out: list[Json] = []
         for event in events:
@@ -353,18 +354,22 @@ class OutputWriter:
                 case Reasoning(text):
                     out += self._open_as("reasoning") + [self._delta("response.reasoning_text.delta", text)]
                 case Content(text):
+                    if self.items and self._item["type"] == "reasoning":  # white space behind it is no text
+                        self._logprobs = [*dropwhile(lambda one: bytes(one["bytes"]).isspace(), self._logprobs)]
                     out += self._open_as("message") + [self._text_delta(text)]
                 case CallStart():
                     out += self._close() + self._open({**_call(event), **self._spaces.get(event.name, {})})
                 case CallPiece(_, text):
                     out.append(self._delta(f"response.{self._argument_event}.delta", text))
             if not isinstance(event, Content):
-                self._logprobs = []
+                self._logprobs = [*logprobs] if isinstance(event, Reasoning) else []
         return out
 
     def finish(self, *, is_whole: bool) -> list[Json]:
-        """Close the open item. A response without items gets an empty message, which clients expect."""
+        """Close the open item, of a text with the tokens that added nothing. Without items clients expect a message."""
         out = [] if self.items else self._open_as("message")
+        if self._logprobs and self._is_open and self._item["type"] == "message":
+            out.append(self._text_delta(""))
         return out + self._close("completed" if is_whole else "incomplete")
 
     @property

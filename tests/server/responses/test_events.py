@@ -5,18 +5,21 @@ continued, read, deleted, bounded, and separate for each key.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from snapstream.server.engine.api import RequestDelta
 from snapstream.server.http.errors import ApiError
 from snapstream.server.options import ServerSettings
 from snapstream.server.responses.protocol import ResponseStore
+from snapstream.types import Request
 from tests.server.app_client import AppClient, error_of
-from tests.server.fake_engine import ANSWER, FakeEngine
+from tests.server.fake_engine import ANSWER, FakeEngine, token_ids
 from tests.server.templates import CALL, THOUGHT, named_events, prompt_of, template_client
 from tests.waiting import until_async
 
@@ -181,6 +184,42 @@ def test_log_probabilities_of_text_only() -> None:
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
     assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
     assert whole({"top_logprobs": 2}, THOUGHT)["output"][-1]["content"][0]["logprobs"] == [], "nobody asked for them"
+
+
+class Coalescing(FakeEngine):
+    """Sends several tokens in one delta, as an engine with fast steps does."""
+
+    num_tokens = 100
+
+    async def _script(self, request: Request) -> AsyncIterator[RequestDelta]:
+        waiting: list[RequestDelta] = []
+        async for delta in super()._script(request):
+            waiting.append(delta)
+            if delta.is_finished or len(waiting) == self.num_tokens:
+                samples = [own.samples[0] for own in waiting]
+                joined = replace(
+                    samples[-1],
+                    text="".join(own.text for own in samples),
+                    token_ids=tuple(token for own in samples for token in own.token_ids),
+                    logprobs=tuple(one for own in samples for one in own.logprobs or ()),
+                )
+                yield replace(waiting[-1], samples=(joined,), compression=waiting[0].compression)
+                waiting = []
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 100])
+@pytest.mark.parametrize("answer", [ANSWER, ""])
+def test_log_probabilities_do_not_depend_on_deltas(answer: str, num_tokens: int) -> None:
+    """Of every token, also those without text: the end token, and half a character."""
+    body = {"include": ["message.output_text.logprobs"], "max_output_tokens": 300}
+    engine = Coalescing(answer=answer)
+    engine.num_tokens = num_tokens
+    parts = [
+        streamed(body, answer, each)[-1]["response"]["output"][-1]["content"][0]
+        for each in (FakeEngine(answer=answer), engine)
+    ]
+    assert parts[0] == parts[1]
+    assert len(parts[0]["logprobs"]) == len(token_ids(answer)) + 1
 
 
 def test_the_response_repeats_its_request() -> None:
