@@ -80,14 +80,14 @@ def generate(
 
 
 def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:
-    """The prompt from the argument, the file (``-`` is stdin) or stdin, without one final newline."""
+    """The prompt from the argument, the file (``-`` is stdin) or stdin, without byte-order mark and final newline."""
     if prompt is not None and file is not None:
         raise ValueError("two prompts: give the argument or --file, not both")
     if prompt is not None:
         return prompt
     if file is None and stdin.isatty():
         raise ValueError("no prompt: give it as an argument, with --file, or on stdin")
-    return read_input(file, stdin).replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
+    return read_input(file, stdin).removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def encode_prompt(llm: LLM, text: str, *, chat: bool | None, system: str | None) -> Prompt:

@@ -185,6 +185,8 @@ def test_prompt_from_argument_file_and_stdin(tmp_path: Path) -> None:
     file.write_text("from ä file\n\n", encoding="utf-8")
     assert read_prompt("given", None, io.StringIO("unread")) == "given"
     assert read_prompt(None, str(file), io.StringIO("unread")) == "from ä file\n"
+    file.write_bytes("a\r\nä\r\n".encode("utf-8-sig"))
+    assert read_prompt(None, str(file), io.StringIO("unread")) == "a\nä", "as editors on Windows write it"
     assert read_prompt(None, "-", io.StringIO("piped\n")) == "piped"
     assert read_prompt(None, None, io.StringIO("piped")) == "piped"
 
