@@ -275,8 +275,8 @@ def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> MakeTier | None
     from snapstream.kv.prefix_folder import PrefixFolder, rank_part
     from snapstream.kv.prefix_store import PrefixFiles
 
-    facts = f"{fingerprint(folder, with_mtime=True)} {config.dtype} {config.weights}"
-    model = sha256(facts.encode()).digest()
+    facts = __version__, fingerprint(folder, with_mtime=True), config.dtype, config.weights, config.prefill_attention
+    model = sha256(f"{facts}".encode()).digest()  # each of them gives other keys and values
     opened = PrefixFolder(Path(config.prefix_dir), rank_part(config.parallel, rank))
     max_bytes = config.prefix_disk // config.parallel.size
     return lambda blocks: PrefixFiles(blocks, opened, model, max_bytes, _settle(config.device, rank))

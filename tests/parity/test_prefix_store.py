@@ -647,7 +647,7 @@ def test_any_fault_is_a_miss(
         assert answer(llm, DOCUMENT).cached_tokens == 72, "what was wrong is written anew"
 
 
-def test_other_models_and_namespaces_find_nothing(model: Path, tmp_path: Path) -> None:
+def test_other_models_and_namespaces_find_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cached(llm: LLM, name: str, namespace: str) -> int:
         asked = Request(request_id=name, prompt_token_ids=tuple(DOCUMENT), sampling=GREEDY, namespace=namespace)
         return llm.answer([asked])[0].cached_tokens
@@ -659,8 +659,13 @@ def test_other_models_and_namespaces_find_nothing(model: Path, tmp_path: Path) -
     other = save(make_model("llama-mha"), tmp_path / "other")
     with disk(other, tmp_path / "store") as llm:
         assert cached(llm, "1", "a/b") == 0
-    with disk(model, tmp_path / "store", dtype="bfloat16") as llm:
-        assert cached(llm, "1", "a/b") == 0
+    for own in ({"dtype": "bfloat16"}, {"prefill_attention": "reference"}):
+        with disk(model, tmp_path / "store", **own) as llm:
+            assert cached(llm, "1", "a/b") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("snapstream.startup.build.__version__", "0.0.0")
+        with disk(model, tmp_path / "store") as llm:
+            assert cached(llm, "1", "a/b") == 0
     with disk(model, tmp_path / "store") as llm:
         llm.reset_prefix_store("a")
     with disk(model, tmp_path / "store") as llm:
