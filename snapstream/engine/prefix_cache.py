@@ -587,7 +587,7 @@ class PrefixLookup:
     def store_answer(self, sample: LiveSample) -> StoredAnswer | None:
         """A decoded sample has ended, and its row is saved by the plan in the making: the blocks that it fills.
 
-        None if there are none, or if the row does not have the exact keys and values of all its tokens.
+        None if there are none, or if the row lacks the exact keys and values of a token, or has them in another order.
         """
         live, token_ids = sample.request, sample.output.token_ids
         if live.request.is_prefilled_remotely or not live.stores_answer:
@@ -599,7 +599,7 @@ class PrefixLookup:
             return None
         ids = (*live.request.prompt_token_ids, *token_ids[:-1])
         chain = chain_of(ids, self._block_len)
-        if num_written > min(self._row_len, live.budget.capacity):
+        if num_written > min(self._row_len, live.budget.capacity) or live.budget.num_window:
             self._stats.lost_answers += len(token_ids)
             num_new = len(ids) - self.probe(ids, live.request.namespace)
             is_worth_it = self._block_len <= num_new <= self._idle_len and len(ids) <= self._most_staged

@@ -234,8 +234,9 @@ FOUND: list[tuple[str, dict[str, Any], list[int], int]] = [  # tokens found in e
     ("qwen2", {}, LATER, 104),
     ("deepseek-v3", {}, LATER, 104),
     ("qwen2-windows", {"num_speculative_tokens": 0}, [24, 40, 64], 48),  # a window of 33 tokens loses later answers
-    # Not stored: rows that have evicted tokens, that are rounded, or of layers with states.
+    # Not stored: rows that have evicted tokens, that are in another order or rounded, or of layers with states.
     ("llama-gqa-tied", {"budget": BUDGET}, [8, 40, 64], 0),
+    ("llama-gqa-tied", {"budget": KVBudget(num_sink=2, num_topk=90, num_window=18, num_recent=50)}, [8, 40, 64], 0),
     ("llama-gqa-tied", {"kv_dtype": "bfloat16"}, [8, 40, 64], 0),
     ("llama-gqa-tied", {"kv_dtype": "fp8"}, [8, 40, 64], 0),
     ("lfm2", {}, [0, 32, 64], 0),
