@@ -21,7 +21,7 @@ class SwiGLUClamp(NamedTuple):
     alpha: float
 
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 GroupScore = Literal["max", "top2"]
 MAX_EXPERTS = 2**16  # each has its own names in a checkpoint
 
@@ -37,6 +37,7 @@ class MoEConfig:
     first_dense: int = 0  # so many first layers have an MLP of intermediate_size instead
     chosen: tuple[int, ...] | None = None  # the layers that have experts, where first_dense does not say it
     scoring: Scoring = "softmax"  # of the router's logits
+    jitter: float = 0.0  # of sparsemixer: the shares of a logit that half of another's distance from it may be
     num_groups: int = 1  # experts are chosen inside the best top_groups of so many groups
     top_groups: int = 1
     group_score: GroupScore = "max"  # of a group: its best expert, or the sum of its two best
@@ -66,6 +67,10 @@ class MoEConfig:
         check(
             not (self.scales_inputs and (self.has_expert_biases or self.has_shared_gate)),
             "experts with biases or a gate of shared ones, whose inputs are scaled, are not supported",
+        )
+        check(
+            self.scoring != "sparsemixer" or (self.top_k == 2 and self.num_groups == 1 and not self.has_bias),
+            f"sparsemixer chooses two experts of all by their logits; top_k is {self.top_k}",
         )
         check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
         if self.clamp is not None:
@@ -566,8 +571,9 @@ class ModelConfig:
             "experts without a norm of their input, GELU and xIELU are not supported",
         )
         check(
-            not self.has_norm_biases or (self.is_centered and not (self.moe or self.latent or self.has_fused_qkv)),
-            "biases of norms other than LayerNorm, with experts, latents or fused projections are not supported",
+            not self.has_norm_biases
+            or (self.is_centered and not (self.latent or self.has_fused_qkv or (self.moe and self.moe.num_shared))),
+            "biases of norms other than LayerNorm, with shared experts, latents or fused projections are not supported",
         )
         self._check_layer_sizes()
         check(

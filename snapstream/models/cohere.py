@@ -1,14 +1,15 @@
 """Families with LayerNorm. No torch.
 
 Cohere (Command R, Command R7B, Command A and a mixture of experts): attention and MLP side by side after one norm. With
-biases of norms: StarCoder2, StableLM, Phi-1.5 and 2, Nemotron (Minitron), Jais 2.
+biases of norms: StarCoder2, StableLM, Phi-1.5 and 2, Phi-3.5-MoE, Nemotron (Minitron), Jais
+2.
 """
 
 from __future__ import annotations
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import Activation, LayerNorms, MoEConfig, Multipliers
-from snapstream.models.config_json import Settings, flag, number, whole_number
+from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
@@ -21,6 +22,7 @@ from snapstream.models.family import (
     windows_by_type,
     windows_of_all_layers,
 )
+from snapstream.models.mistral import MIXTRAL
 from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
 
@@ -183,6 +185,37 @@ def _phi_tensors(config: ModelConfig) -> TensorSpecs:
     return renamed(decoder_tensors(config), names)
 
 
+def _phimoe_settings(settings: Settings) -> Settings:
+    """Longrope has its scales of cosines and sines by other names."""
+    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    rope = settings.get(name)
+    if not isinstance(rope, dict) or "short_mscale" not in rope:
+        return settings
+    return {**settings, name: {**rope, "attention_factor": rope["short_mscale"]}}
+
+
+def _phimoe(settings: Settings) -> Recipe:
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_local_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "intermediate_size"),
+        scoring="sparsemixer",
+        jitter=number(settings, "router_jitter_noise", above=-1e-9),
+        has_logit_bias=True,
+    )
+    own, has_head_bias = _biased({**settings, "mlp_bias": False}), flag(settings, "lm_head_bias")
+    return {**own, **windows_of_all_layers(settings), "has_head_bias": has_head_bias, "moe": moe}
+
+
+def _phimoe_refusals(settings: Settings) -> list[str]:
+    rope = rope_settings(settings)
+    kind, short = rope.get("rope_type") or rope.get("type") or "default", rope.get("short_mscale")
+    reasons = [] if kind in ("default", "longrope") else [f"rope {kind} is not supported for this architecture"]
+    if kind == "longrope" and (short is None or short != rope.get("long_mscale")):
+        reasons.append(f"long_mscale is {rope.get('long_mscale')!r} and short_mscale {short!r}; they must be equal")
+    return [*reasons, *other_values(settings, {"num_experts_per_tok": 2})]
+
+
 def _unnormed(settings: Settings) -> list[str]:
     return other_values(settings, {"qk_layernorm": False})
 
@@ -236,3 +269,16 @@ JAIS2 = Family(
     refusals=lambda settings: other_values(settings, {"hidden_act": "relu2"}),
     has_own_activation=True,
 )
+PHIMOE = Family(
+    defaults={
+        "attention_bias": False, "bos_token_id": 1, "eos_token_id": 2, "lm_head_bias": False, "num_experts_per_tok": 2,
+        "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5, "rope_theta": 1e6,
+        "router_jitter_noise": 0.01,
+    },
+    rewrite=_phimoe_settings,
+    recipe=_phimoe,
+    refusals=_phimoe_refusals,
+    has_experts=True,
+    has_windows=True,
+    tensors=MIXTRAL.tensors,
+)  # fmt: skip

@@ -114,6 +114,8 @@ def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Te
 
     ``correction [X]`` is added to the scores for the choice only (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
     """
+    if moe.scoring == "sparsemixer":
+        return _sparsemixer(logits, moe)
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()  # [T, X]
     choice = logits if moe.chooses_by_logits else scores
     choice = choice if correction is None else choice + correction
@@ -124,6 +126,20 @@ def route(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> tuple[Te
     if moe.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + moe.least_sum)
     return weights * moe.scale, experts
+
+
+def _sparsemixer(logits: Tensor, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    """The likeliest expert, then that of the others; each by its softmax among those left whose logits are near
+    (arXiv 2409.12136).
+    """
+    left, weights, experts = logits, list[Tensor](), list[Tensor]()
+    for _ in range(2):
+        most, expert = left.max(-1, keepdim=True)
+        is_far = (most - logits) / torch.maximum(logits.abs(), most) > 2 * moe.jitter
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(1, expert))
+        experts.append(expert)
+        left = left.scatter(1, expert, float("-inf"))
+    return torch.cat(weights, 1) * moe.scale, torch.cat(experts, 1)
 
 
 def _inside_best_groups(choice: Tensor, moe: MoEConfig) -> Tensor:

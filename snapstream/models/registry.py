@@ -19,7 +19,7 @@ from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
 from snapstream.models import gguf, gguf_settings, quantization
-from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE, JAIS2, NEMOTRON, PHI, STABLELM, STARCODER2
+from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE, JAIS2, NEMOTRON, PHI, PHIMOE, STABLELM, STARCODER2
 from snapstream.models.config_json import (
     CODE_FIELD,
     check_file,
@@ -213,6 +213,8 @@ FAMILIES: Registry[Family] = Registry(
         "Starcoder2ForCausalLM": STARCODER2,
         "StableLmForCausalLM": STABLELM,
         "PhiForCausalLM": PHI,
+        "PhimoeForCausalLM": PHIMOE,
+        "PhiMoEForCausalLM": PHIMOE,  # as published
         "NemotronForCausalLM": NEMOTRON,
         "Jais2ForCausalLM": JAIS2,
         "OlmoForCausalLM": OLMO,

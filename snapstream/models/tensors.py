@@ -447,6 +447,12 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
         specs["router_bias"] = TensorSpec(
             shape=(moe.num_experts,), parts={correction: ()}, layers=layers, is_matrix=False, dtype="float32"
         )
+    if config.has_norm_biases:
+        specs["router_logit_bias"] = replace(specs["router"], shape=(moe.num_experts,), parts={})
+        specs["experts_gate_up_bias"] = TensorSpec(
+            shape=(len(moe.own), gates + inner), layers=layers, per_expert=True, is_matrix=False, shard_dim=1,
+            is_padded=True,
+        )  # fmt: skip
     if moe.num_shared:
         shared, prefix = moe.shared_inner, f"{names.prefix}.shared_experts"
         specs["shared_gate_up"] = TensorSpec(

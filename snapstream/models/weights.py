@@ -198,8 +198,15 @@ class DecoderWeights:
             return
         second = "input_norm_bias" if self.config.is_parallel else "post_norm_bias"
         for own in map(self.layer, range(self.config.num_layers)):
-            for name, bias in (("qkv", own.vector("input_norm_bias")), ("gate_up", own.vector(second))):
-                own.vector(f"{name}_bias").add_(own.matrix(name).multiply(bias[None], None, kernels)[0])
+            bias, products = own.vector(second), [("qkv", own.vector("input_norm_bias"))]
+            if "experts_gate_up" in own.matrices:
+                own.vector("router_logit_bias").add_(own.vector("router") @ bias.to(torch.float32))
+                for expert, of_expert in enumerate(own.vector("experts_gate_up_bias")):
+                    of_expert.add_(own.matrix("experts_gate_up")[expert].multiply(bias[None], None, kernels)[0])
+            else:
+                products.append(("gate_up", bias))
+            for name, before in products:
+                own.vector(f"{name}_bias").add_(own.matrix(name).multiply(before[None], None, kernels)[0])
         logits = self.lm_head.multiply(self.vectors["final_norm_bias"][None], None, kernels)[0]
         self.vectors["lm_head_bias"].add_(logits)
 

@@ -537,6 +537,19 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.4}},
     ),
     "phi-panels": ("PhiConfig", {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True}),
+    "phimoe": (  # logits so near that some are weighed together
+        "PhimoeConfig",
+        {"num_local_experts": 6, "intermediate_size": 24, "lm_head_bias": True, "attention_bias": True,
+         "router_jitter_noise": 0.2, "num_key_value_heads": 1},
+    ),
+    "phimoe-panels": (
+        "PhimoeConfig",
+        {"num_local_experts": 4, "intermediate_size": 32, "hidden_size": 64, "sliding_window": 41,
+         "rope_parameters": {
+             "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256, "factor": 2.0,
+             "short_factor": [1.0, 1.2, 1.5, 2.0, 2.0, 2.0, 2.5, 3.0], "long_factor": [1.0, 2.0] * 4,
+             "short_mscale": 1.24, "long_mscale": 1.24}},
+    ),
     "minitron": ("NemotronConfig", {"head_dim": 20, "attention_bias": True, "mlp_bias": True}),
     "minitron-panels": (
         "NemotronConfig",

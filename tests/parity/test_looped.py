@@ -101,6 +101,7 @@ OTHERS = (
     "HunYuanMoE",
     "Afmoe",
     "Laguna",
+    "Phimoe",
     "Llama4",
     "Deepseek",
     "Lfm",

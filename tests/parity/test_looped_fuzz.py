@@ -90,6 +90,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     rope = LENGTH_SCALE if architecture.startswith(NEED_LENGTH_SCALE) else random.choice(ROPES)
     if architecture.startswith(("HunYuan", "NanoChat")) and rope and rope["rope_type"] in ("yarn", "longrope"):
         rope = None
+    if architecture.startswith(("Phimoe", "PhiMoE")):
+        has_factors = rope is not None and rope["rope_type"] == "longrope"
+        rope = {**rope, "short_mscale": 1.3, "long_mscale": 1.3} if rope and has_factors else None
     found: dict[str, Any] = {
         "architectures": [architecture], "model_type": architecture.removesuffix("ForCausalLM").lower(),
         "hidden_act": OTHER_ACTIVATIONS.get(architecture, "silu"),
@@ -181,6 +184,7 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         if architecture.startswith("Nemotron"):
             found |= draw_single_parts(random, size)
     if family.has_experts:
+        found["router_jitter_noise"] = random.choice([0.0, 0.01, 0.5])
         found |= draw_experts(random, size, architecture, layers)
     if "Gemma4" in architecture:
         found["vocab_size_per_layer_input"] = found["vocab_size"]
@@ -318,11 +322,12 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         else 1
     )
     experts, top_groups = groups * size.any(2, 12), size.any(1, groups)
-    has_one_inner = architecture.startswith(("Mixtral", "GraniteMoe", "Cohere2Moe", "HunYuanMoE"))
+    has_one_inner = architecture.startswith(("Mixtral", "GraniteMoe", "Cohere2Moe", "HunYuanMoE", "Phi"))
     inner = size.inputs(120)
     return {
         "num_experts": experts, "n_routed_experts": experts, "num_local_experts": experts, "n_group": groups,
         "topk_group": top_groups, "num_experts_per_tok": size.any(1, min(6, experts // groups * top_groups)),
+        **({"num_experts_per_tok": 2} if architecture.startswith("Phi") else {}),
         "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
         "norm_topk_prob": architecture == "LagunaForCausalLM" or (
             architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5
@@ -478,6 +483,18 @@ def margins(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
+def mixer_margin(logits: Tensor, moe: MoEConfig) -> Tensor:
+    """The same of sparsemixer; also how near logits are to being weighed or not."""
+    best = logits.topk(min(3, logits.shape[1])).values
+    margin = (best[:, :-1] - best[:, 1:]).amin(1)
+    for at in range(2):
+        most = best[:, at, None]
+        apart = (most - logits) / torch.maximum(logits.abs(), most) - 2 * moe.jitter
+        apart = apart.masked_fill(logits >= most, float("inf"))
+        margin = torch.minimum(margin, apart.abs().amin(1))
+    return margin
+
+
 def margin_of(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> Tensor:
     """The last choice, of groups and of experts, ahead of the first that was not chosen, in scores."""
     scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
@@ -491,6 +508,8 @@ def margin_of(logits: Tensor, correction: Tensor | None, moe: MoEConfig) -> Tens
         worst = grouped.topk(2 if moe.group_score == "top2" else 1).values.sum(-1)
         outside = worst < best[:, moe.top_groups - 1 : moe.top_groups]
         choice = grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
+    if moe.scoring == "sparsemixer":
+        return mixer_margin(logits, moe)
     if moe.top_k < moe.top_groups * moe.group_len:
         ranked = choice.sort(descending=True).values
         margin = torch.minimum(margin, ranked[:, moe.top_k - 1] - ranked[:, moe.top_k])

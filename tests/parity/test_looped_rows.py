@@ -49,6 +49,7 @@ SPARSE = (
     "HunYuanMoE",
     "Afmoe",
     "Laguna",
+    "Phimoe",
     "Llama4",
 )
 MIXTURES = [

@@ -37,6 +37,7 @@ APERTUS = {**LLAMA, "architectures": ["ApertusForCausalLM"], "model_type": "aper
 MUSE = {**LLAMA, "architectures": ["MuseGlimmerForConditionalGeneration"]}
 NANOCHAT = {**LLAMA, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "hidden_act": "relu2"}
 PHI = {**LLAMA, "architectures": ["PhiForCausalLM"], "model_type": "phi", "hidden_act": "gelu_new"}
+PHIMOE = {**LLAMA, "architectures": ["PhimoeForCausalLM"], "model_type": "phimoe"}
 LLAMA4 = {**LLAMA, "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
 LAGUNA = {**LLAMA, "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_experts": 4}
 LING = {**LLAMA, **LATENTS, "architectures": ["BailingHybridForCausalLM"], "q_lora_rank": None}
@@ -140,6 +141,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "num_hidden_layers": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.4, "qk_layernorm": False,
          "vocab_size": 51200},
         2_779_683_840,
+    ),
+    "Phi-3.5-MoE-instruct": (
+        {"architectures": ["PhiMoEForCausalLM"], "attention_bias": True, "hidden_size": 4096, "intermediate_size": 6400,
+         "lm_head_bias": True, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_experts_per_tok": 2,
+         "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 16, "rms_norm_eps": 1e-5,
+         "original_max_position_embeddings": 4096, "rope_scaling": {
+             "long_factor": [2.0] * 64, "long_mscale": 1.243163121016122, "short_factor": [1.0] * 64,
+             "short_mscale": 1.243163121016122, "original_max_position_embeddings": 4096, "type": "longrope"},
+         "rope_theta": 10000.0, "router_jitter_noise": 0.01, "sliding_window": 131072, "vocab_size": 32064},
+        41_873_153_344,
     ),
     "Minitron-4B-Base": (
         {"architectures": ["NemotronForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "relu2",
@@ -1231,6 +1242,12 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA4, "rope_scaling": YARN}, "rope yarn is not supported with norms after the rotation .use_qk_norm."),
     ({**LLAMA4, "layer_types": ["sliding_attention", "full_attention"]}, "layer_types has 'sliding_attention'"),
     ({**LLAMA4, "no_rope_layers": [1]}, r"no_rope_layers is \[1\]; it must be a list with a 0 or a 1 for each"),
+    ({**PHIMOE, "num_experts_per_tok": 3}, "num_experts_per_tok is 3; of this architecture it must be 2"),
+    ({**PHIMOE, "rope_scaling": YARN}, "rope yarn is not supported for this architecture"),
+    (
+        {**PHIMOE, "rope_scaling": {"type": "longrope", "short_mscale": 1.0, "long_mscale": 1.2}},
+        "long_mscale is 1.2 and short_mscale 1.0; they must be equal",
+    ),
     ({**PHI, "qk_layernorm": True}, "qk_layernorm is True; of this architecture it must be False"),
     ({**PHI, "hidden_act": "gelu"}, "hidden_act is 'gelu'; of this architecture it must be 'gelu_new'"),
     (
@@ -1368,7 +1385,8 @@ def config_class_of(architecture: str) -> Any:
 
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3",
-             "Glm46V": "Glm4v", "KimiK25": "DeepseekV3", "Kimi_K25": "DeepseekV3"}  # fmt: skip
+             "Glm46V": "Glm4v", "KimiK25": "DeepseekV3", "Kimi_K25": "DeepseekV3",
+             "PhiMoE": "Phimoe"}  # fmt: skip
     name = names.get(name, name)  # that of its text_config
     is_text = architecture in TEXT_CONFIGS or name.startswith(TEXT_NAMES)
     return class_of_transformers(name + ("TextConfig" if is_text else "Config"))
@@ -1484,6 +1502,8 @@ def other_values(architecture: str) -> dict[str, Any]:
     if architecture == "ApertusForCausalLM":
         settings["hidden_act"] = "xielu"
         settings.pop("rope_theta")  # without rope settings its config class ignores it
+    if architecture in ("PhimoeForCausalLM", "PhiMoEForCausalLM"):
+        settings |= {"lm_head_bias": True, "num_experts_per_tok": 2, "router_jitter_noise": 0.2}
     if architecture == "CohereForCausalLM":
         settings["use_qk_norm"] = False
     if architecture.startswith("Cohere"):

@@ -67,6 +67,7 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
     float scale, least_sum;    // what the sum of the chosen scores is increased by before it divides them
     float shared_scale;        // of the output of the shared experts
     float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
+    float jitter;           // of sparsemixer, see route() in ../../../models/layers.py; below 0: another choice
     int64_t scales_inputs;  // shares multiply what an expert reads, not what it gives
     // Experts beside every MLP: norms of the output of the MLP, and of the input and the output of the experts; what the
     // router's input is multiplied with behind the norm, [L, D]; of the shares of experts, [L, X]. Null: in its place.

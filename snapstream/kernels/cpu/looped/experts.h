@@ -43,12 +43,32 @@ void take_best(float* numbers, char* is_taken, int64_t size, int64_t count, Take
     }
 }
 
+// Two experts one after the other, each weighed among those left that are near (reference: _sparsemixer in
+// ../../../models/layers.py).
+inline void mix_two(Work& w, const float* logits, int64_t b) {
+    int64_t* chosen = w.routed.chosen.data() + 2 * b;
+    for (int64_t j = 0; j < 2; ++j) {
+        const int64_t count = w.moe.experts, before = j ? chosen[0] : -1;
+        int64_t best = -1;
+        for (int64_t i = 0; i < count; ++i)
+            if (i != before && (best < 0 || logits[i] > logits[best])) best = i;
+        float total = 0.0f;
+        for (int64_t i = 0; i < count; ++i) {
+            const float apart = logits[best] - logits[i], factor = std::max(std::abs(logits[i]), logits[best]);
+            if (i != before && !(apart / factor > 2.0f * w.moe.jitter)) total += std::exp(-apart);
+        }
+        chosen[j] = best;
+        w.routed.shares[2 * b + j] = w.moe.scale / total;
+    }
+}
+
 inline void choose_by(Work& w, float* scores, const float* logit_bias, const float* correction,
                       const float* expert_scale, int64_t b) {
     const int64_t count = w.moe.experts;
     float *choice = w.scratch, *group_scores = w.scratch + count;
     char *is_taken = reinterpret_cast<char*>(w.scratch + 2 * count), *is_inside = is_taken + count;
     for (int64_t i = 0; logit_bias && i < count; ++i) scores[i] += logit_bias[i];
+    if (w.moe.jitter >= 0.0f) return mix_two(w, scores, b);
     if (w.moe.chooses_by_logits) std::copy(scores, scores + count, choice);
     weigh_scores(w, scores);
     if (!w.moe.chooses_by_logits) std::copy(scores, scores + count, choice);
