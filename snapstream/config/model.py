@@ -58,8 +58,9 @@ class MoEConfig:
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups"):
-            check(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; it must be >= 1")
+        for name in ("num_experts", "top_k", "inner", "num_groups", "top_groups", "num_shared", "first_dense"):
+            least = int(name not in ("num_shared", "first_dense"))
+            check(getattr(self, name) >= least, f"{name} is {getattr(self, name)}; it must be >= {least}")
         check(
             not self.is_beside_mlp or (self.num_shared == 0 and self.first_dense == 0 and self.num_groups == 1),
             "experts beside an MLP are those of every layer, without shared experts and groups",
@@ -73,10 +74,8 @@ class MoEConfig:
             f"sparsemixer chooses two experts of all by their logits; top_k is {self.top_k}",
         )
         check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
-        if self.clamp is not None:
-            check(self.clamp.limit > 0, f"the limit of the clamped SwiGLU is {self.clamp.limit}; it must be over 0")
-        for name in ("num_shared", "first_dense"):
-            check(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; it must be >= 0")
+        limit = 1.0 if self.clamp is None else self.clamp.limit
+        check(limit > 0, f"the limit of the clamped SwiGLU is {limit}; it must be over 0")
         check(
             self.num_experts % self.num_groups == 0,
             f"num_experts ({self.num_experts}) is not a multiple of num_groups ({self.num_groups})",
@@ -391,10 +390,7 @@ class Mamba2:
     @property
     def state_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What a sequence keeps in such a layer, fp32: the last inputs of the convolution, a matrix per head."""
-        return (
-            ("inputs", (self.kernel - 1, self.channels)),
-            ("memory", (self.heads, self.state_dim, self.head_dim)),
-        )
+        return (("inputs", (self.kernel - 1, self.channels)), ("memory", (self.heads, self.state_dim, self.head_dim)))
 
     def of_rank(self, num_ranks: int) -> Mamba2:
         """What each of several ranks computes: its groups, whose outputs are normed together, with their heads."""
@@ -502,6 +498,7 @@ class ModelConfig:
     index_topk: int | None = None  # tokens that an indexer chooses for a query (DSA); it is left out: all are attended
     num_mtp_layers: int = 0  # layers behind the last, which predict further tokens; they are not loaded
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
+    norms_heads_apart: bool = False  # these norms are LayerNorms, with weights for each head (Command R+)
     norms_after_rope: bool = False  # these norms come after the rotation (Hunyuan)
     has_whole_qk_norm: bool = False  # RMSNorm over all heads of q together, and over those of k (OLMo 2)
     moe: MoEConfig | None = None  # None: every layer has one MLP
@@ -602,11 +599,12 @@ class ModelConfig:
             f"rope {self.rope.kind}, sliding windows or layers without rotary embedding are not supported with norms "
             "of queries and keys after the rotation",
         )
+        has_others = self.norms.has_outputs or not self.norms.has_inputs or self.has_whole_qk_norm
         check(
-            not (self.is_parallel or self.is_centered)
-            or (self.norms.has_inputs and not self.norms.has_outputs and not (self.qk_norm or self.has_whole_qk_norm)),
+            not (self.is_parallel or self.is_centered) or not (has_others or self.qk_norm != self.norms_heads_apart),
             "parallel attention and MLP, or LayerNorm, beside norms of outputs, queries or keys are not supported",
         )
+        check(self.is_centered or not self.norms_heads_apart, "LayerNorms of heads need those of layers")
         check(
             is_alone == (self.norms.before_mlp is None) or not self.norms.has_inputs,
             f"norms of a layer are at {self.norms}; only a parallel MLP has none of its own",

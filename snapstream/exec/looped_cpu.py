@@ -136,7 +136,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
         mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
         gate_dim=config.gate_dim, is_parallel=config.is_parallel, is_centered=config.is_centered,
-        has_softplus_gates=config.has_softplus_gates,
+        has_softplus_gates=config.has_softplus_gates, norms_heads_apart=config.norms_heads_apart,
         scaled_from=scale.original, query_beta=scale.beta, scales_unrotated=scale.is_unrotated,
         has_chunks=config.has_chunks, streams=num_streams,
         streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),

@@ -1,11 +1,12 @@
 """Families with LayerNorm. No torch.
 
 Cohere (Command R, Command R7B, Command A and a mixture of experts): attention and MLP side by side after one norm. With
-biases of norms: StarCoder2, StableLM, Phi-1.5 and 2, Phi-3.5-MoE, Nemotron (Minitron), Jais
-2.
+biases of norms: StarCoder2, StableLM, Phi-1.5 and 2, Phi-3.5-MoE, Nemotron (Minitron), Jais 2.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import Activation, LayerNorms, MoEConfig, Multipliers
@@ -28,6 +29,10 @@ from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
 def _rewrite(settings: Settings) -> Settings:
     return {**settings, "rms_norm_eps": settings.get("layer_norm_eps")}
+
+
+def _head_norms(settings: Settings, name: str) -> Recipe:
+    return {"qk_norm": True, "norms_heads_apart": True} if flag(settings, name) else {}
 
 
 def _cohere(settings: Settings) -> Recipe:
@@ -100,12 +105,6 @@ def _cohere2_moe_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
-def _refusals(settings: Settings) -> list[str]:
-    if flag(settings, "use_qk_norm"):
-        return ["use_qk_norm is true (Command R+); only models without norms of queries and keys are supported"]
-    return []
-
-
 def _cohere2_refusals(settings: Settings) -> list[str]:
     reasons = refuse_absent_window(settings)
     if whole_number(settings, "sliding_window_pattern") < 1:
@@ -120,8 +119,7 @@ _DEFAULTS: Settings = {
 COHERE = Family(
     defaults={**_DEFAULTS, "rope_theta": 500000.0},
     rewrite=_rewrite,
-    recipe=_cohere,
-    refusals=_refusals,
+    recipe=lambda settings: {**_cohere(settings), **_head_norms(settings, "use_qk_norm")},
     is_interleaved=True,
 )
 COHERE2 = Family(
@@ -169,7 +167,21 @@ def _starcoder2_tensors(config: ModelConfig) -> TensorSpecs:
 def _stablelm(settings: Settings) -> Recipe:
     own = _biased(settings, is_parallel=flag(settings, "use_parallel_residual"))
     hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
-    return {**own, "qkv_bias": flag(settings, "use_qkv_bias"), "o_bias": False, "head_dim": hidden // max(heads, 1)}
+    return {
+        **own, **_head_norms(settings, "qk_layernorm"), "qkv_bias": flag(settings, "use_qkv_bias"), "o_bias": False,
+        "head_dim": hidden // max(heads, 1),
+    }  # fmt: skip
+
+
+def _stablelm_tensors(config: ModelConfig) -> TensorSpecs:
+    """Each head's norm is a tensor."""
+    specs = decoder_tensors(config)
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        spec = specs[name]
+        heads = {f"self_attn.{name[0]}_layernorm.norms.{head}.weight": (head,) for head in range(spec.shape[0])}
+        order = next(iter(spec.row_order.values()), None)
+        specs = {**specs, name: replace(spec, parts=heads, row_order=dict.fromkeys(heads, order) if order else {})}
+    return specs
 
 
 def _phi(settings: Settings) -> Recipe:
@@ -216,10 +228,6 @@ def _phimoe_refusals(settings: Settings) -> list[str]:
     return [*reasons, *other_values(settings, {"num_experts_per_tok": 2})]
 
 
-def _unnormed(settings: Settings) -> list[str]:
-    return other_values(settings, {"qk_layernorm": False})
-
-
 _BIASED: Settings = {"bos_token_id": 0, "layer_norm_eps": 1e-5}
 STARCODER2 = Family(
     defaults={
@@ -237,8 +245,8 @@ STABLELM = Family(
     defaults={**_BIASED, "eos_token_id": 0, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
     rewrite=_rewrite,
     recipe=_stablelm,
-    refusals=_unnormed,
     is_partly_rotated=True,
+    tensors=_stablelm_tensors,
 )
 PHI = Family(
     defaults={
@@ -247,7 +255,7 @@ PHI = Family(
     },
     rewrite=_rewrite,
     recipe=_phi,
-    refusals=lambda settings: [*_unnormed(settings), *other_values(settings, {"hidden_act": "gelu_new"})],
+    refusals=lambda settings: other_values(settings, {"qk_layernorm": False, "hidden_act": "gelu_new"}),
     is_partly_rotated=True,
     has_own_activation=True,
     tensors=_phi_tensors,

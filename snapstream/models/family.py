@@ -41,6 +41,7 @@ class Recipe(TypedDict, total=False):
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool  # an RMSNorm over each head of q and k
+    norms_heads_apart: bool  # these are LayerNorms with weights for each head
     norms_after_rope: bool  # these norms come after the rotation
     has_whole_qk_norm: bool  # an RMSNorm over all heads of q together, and over those of k
     rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated

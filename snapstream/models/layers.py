@@ -467,6 +467,7 @@ class DenseLayer:
             self._value_norm = torch.ones(self._head_dim, device=weights.vector("q_norm").device)
         self._gate_dim, self._num_gates = config.gate_dim, num_heads * config.gate_dim
         self._gated = F.softplus if config.has_softplus_gates else torch.sigmoid
+        self._centers_heads = config.norms_heads_apart
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
         self._unrotated = math.sqrt(config.multipliers.attention)  # as rotated heads are multiplied, see ``Rope``
         self._rope_kind = None if config.window_rope is None else int(config.layer_windows[index] is not None)
@@ -513,6 +514,9 @@ class DenseLayer:
         if not self._is_rotated:
             rope = torch.full_like(rope[0], self._unrotated), torch.zeros_like(rope[1])
         heads = heads.view(len(heads), -1, self._head_dim)
+        if self._centers_heads:
+            normed = heads[:, : -self._num_values]
+            normed.sub_(normed.mean(-1, keepdim=True))
         if self._num_copied:
             heads = torch.cat((heads, heads[:, -self._num_copied :]), 1)
         if self._value_norm is not None:

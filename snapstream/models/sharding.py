@@ -179,6 +179,8 @@ def rank_config(
             f"{model.architecture} has layers that differ in their heads, or embeddings for each layer, which are not "
             "split over ranks; use 1 rank"
         )
+    if model.norms_heads_apart:
+        raise ValueError(f"{model.architecture} has norms for each head, which are not split over ranks; use 1 rank")
     if model.has_whole_qk_norm:
         raise ValueError(f"{model.architecture} norms all heads together, which are not split over ranks; use 1 rank")
     num_heads, num_kv_heads = (

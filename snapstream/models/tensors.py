@@ -112,7 +112,8 @@ def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
             shape, order, segments = part_shape(spec, part), spec.row_order.get(part), spec.segments.get(part, ())
             if (dim := spec.joined_dim) is not None:
                 shape = (*shape[:dim], shape[dim] * num_layers, *shape[dim + 1 :])
-            row_dim = 1 if spec.per_expert and len(shape) == len(spec.shape) else 0  # all experts in one tensor
+            is_stack = spec.per_expert or (not spec.is_matrix and len(spec.shape) == 2)  # of experts or heads
+            row_dim = 1 if is_stack and len(shape) == len(spec.shape) else 0  # all in one tensor
             if not spec.per_layer or spec.joined_dim is not None:
                 yield Part(part, shape, name, place, order)
                 continue
@@ -287,6 +288,9 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
             part = f"self_attn.{name}_norm.weight"
             order = {part: turned[name][:head_dim]} if turned else {}
             specs[f"{name}_norm"] = replace(norm(config, head_dim, part), row_order=order)
+            if config.norms_heads_apart:
+                count = config.num_heads if name == "q" else config.num_kv_heads
+                specs[f"{name}_norm"] = replace(specs[f"{name}_norm"], shape=(count, head_dim))
     if config.has_whole_qk_norm:
         for name, rows in (("q", queries), ("k", keys)):
             part = f"self_attn.{name}_norm.weight"

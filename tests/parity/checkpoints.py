@@ -134,6 +134,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
                              "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 7.0]}},
     ),
     "cohere": ("CohereConfig", {"logit_scale": 0.4, "num_attention_heads": 6, "num_key_value_heads": 3}),
+    "cohere-plus": (  # norms of heads, with weights for each
+        "CohereConfig",
+        {"logit_scale": 0.4, "use_qk_norm": True, "layer_norm_eps": 0.1, "head_dim": 20, "hidden_size": 80},
+    ),
     "cohere2": (
         "Cohere2Config",
         {"logit_scale": 0.4, "num_attention_heads": 6, "num_key_value_heads": 1, "sliding_window": 21,
@@ -530,6 +534,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": (
         "StableLmConfig",
         {"hidden_size": 64, "intermediate_size": 96, "use_parallel_residual": True, "num_key_value_heads": 4},
+    ),
+    "stablelm-norms": (
+        "StableLmConfig",
+        {"qk_layernorm": True, "use_parallel_residual": True, "num_key_value_heads": 1, "hidden_size": 96,
+         "layer_norm_eps": 0.1},
     ),
     "phi": (
         "PhiConfig",

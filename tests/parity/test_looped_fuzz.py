@@ -126,8 +126,11 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
         rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
         found["head_dim"] = size.inputs(160, times=heads, multiple=max(4, int(rotated / part)))
         if architecture == "StableLmForCausalLM":  # whatever the file says of heads
-            found |= {"use_parallel_residual": random.random() < 0.5, "use_qkv_bias": random.random() < 0.5}
+            names = "use_parallel_residual", "use_qkv_bias", "qk_layernorm"
+            found |= {name: random.random() < 0.5 for name in names}
             found["hidden_size"] = heads * found["head_dim"]
+        if architecture == "CohereForCausalLM":
+            found["use_qk_norm"] = random.random() < 0.5
         if architecture == "Cohere2ForCausalLM":  # whatever the file says of heads
             found["head_dim"] = size.inputs(40, times=heads, multiple=4)
             found["hidden_size"] = heads * found["head_dim"]

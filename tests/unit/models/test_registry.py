@@ -662,6 +662,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "vision_config": {"hidden_size": 1024, "model_type": "pixtral"}},
         118_972_826_624,
     ),
+    "c4ai-command-r-plus": (
+        {"architectures": ["CohereForCausalLM"], "hidden_size": 12288, "intermediate_size": 33792,
+         "layer_norm_eps": 1e-5, "logit_scale": 0.8333333333333334, "max_position_embeddings": 131072,
+         "num_attention_heads": 96, "num_hidden_layers": 64, "num_key_value_heads": 8, "rope_theta": 75000000.0,
+         "use_qk_norm": True, "vocab_size": 256000},
+        103_810_674_688,
+    ),
     "c4ai-command-r-v01": (
         {"architectures": ["CohereForCausalLM"], "hidden_size": 8192, "intermediate_size": 22528,
          "layer_norm_eps": 1e-05, "logit_scale": 0.0625, "max_position_embeddings": 8192, "num_attention_heads": 64,
@@ -722,6 +729,7 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
     [
         ("Phi-4-mini-instruct", "Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"),
         ("Laguna-XS.2", "LagunaForCausalLM has layers that differ in their heads.*use 1 rank"),
+        ("c4ai-command-r-plus", "CohereForCausalLM has norms for each head.*use 1 rank"),
         ("OLMo-2-1124-7B", "Olmo2ForCausalLM norms all heads together.*use 1 rank"),
     ],
 )
@@ -1077,7 +1085,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         },
         "scoring_func is 'sigmoid'; .*topk_method is 'greedy'; .* must be absent",
     ),
-    ({**PUBLISHED["c4ai-command-r-v01"][0], "use_qk_norm": True}, r"use_qk_norm is true \(Command R\+\)"),
     ({**PUBLISHED["c4ai-command-r7b-12-2024"][0], "sliding_window_pattern": 0}, "sliding_window_pattern is 0; it must"),
     ({**LLAMA, "architectures": None}, "must name one architecture, found None"),
     ({**LLAMA, "sliding_window": 512}, r"sliding_window is in use \(512\), which is not supported for Llama"),
@@ -1257,10 +1264,6 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {**PHI, "architectures": ["NemotronForCausalLM"], "hidden_act": "silu"},
         "hidden_act is 'silu'; of this architecture it must be 'relu2'",
-    ),
-    (
-        {**PHI, "architectures": ["StableLmForCausalLM"], "hidden_act": "silu", "qk_layernorm": True},
-        "qk_layernorm is True; of this architecture it must be False",
     ),
     ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
@@ -1493,7 +1496,7 @@ def other_values(architecture: str) -> dict[str, Any]:
         for name in {"layer_norm_eps", "norm_eps", "norm_epsilon"} & known:
             settings[name] = 1e-3
         if architecture == "StableLmForCausalLM":
-            settings |= {"use_qkv_bias": True, "use_parallel_residual": True}
+            settings |= {"use_qkv_bias": True, "use_parallel_residual": True, "qk_layernorm": True}
     if architecture == "ArceeForCausalLM":
         settings |= {"hidden_act": "relu2", "mlp_bias": False}
     if architecture == "NanoChatForCausalLM":
@@ -1504,8 +1507,6 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings.pop("rope_theta")  # without rope settings its config class ignores it
     if architecture in ("PhimoeForCausalLM", "PhiMoEForCausalLM"):
         settings |= {"lm_head_bias": True, "num_experts_per_tok": 2, "router_jitter_noise": 0.2}
-    if architecture == "CohereForCausalLM":
-        settings["use_qk_norm"] = False
     if architecture.startswith("Cohere"):
         settings |= {"layer_norm_eps": 1e-3, "logit_scale": 0.5}
     if architecture in WINDOW_NAMES:

@@ -120,6 +120,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     int64_t is_parallel;  // attention and MLP read one norm, and both outputs are added
     int64_t is_centered;  // the mean of a token is taken off the residual stream before it is read
     int64_t has_whole_qk_norm;                                  // one norm over all heads of q, and one of k
+    int64_t norms_heads_apart;                                  // LayerNorms with weights for each, [H, E] and [G, E]
     int64_t norms_values;                                       // each head of v, without weights
     int64_t per_layer_dim;                                      // P, of embeddings for each layer; 0: none
     const float* per_layer_in_norm;                             // [P]

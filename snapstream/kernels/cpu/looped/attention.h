@@ -39,9 +39,14 @@ inline int64_t slot(Work& w, int64_t b) { return region(w, 0, b, 0).slot; }
 inline void rotated_head(Work& w, const float* head, int64_t size, const float* weight, const float* angle, float* out,
                          const float* all, int64_t heads, const float* scale) {
     const int64_t half = size / 2;
-    const bool whole = w.model.has_whole_qk_norm;
+    const bool whole = w.model.has_whole_qk_norm, apart = w.model.norms_heads_apart;
+    if (weight && (whole || apart)) weight += head - all;
+    if (apart) {
+        const float mean = mean_of(head, size);
+        for (int64_t i = 0; i < size; ++i) out[i] = head[i] - mean;
+        head = out;
+    }
     const float factor = weight ? norm_factor(whole ? all : head, whole ? heads * size : size, w.model.eps) : 1.0f;
-    if (weight && whole) weight += head - all;
     if (scale) weight = nullptr;  // which it is made of
     for (int64_t i = 0; i < half; ++i) {
         const float low = head[i] * factor * (weight ? weight[i] : 1.0f);
