@@ -39,7 +39,6 @@ from snapstream.kernels.groups import (
     scale_dtype,
     unpack_words,
 )
-from snapstream.kernels.interface import bind
 from snapstream.models import gguf
 from snapstream.models.config_json import read_object
 from snapstream.models.gguf_header import first_file, is_gguf, split_files
@@ -411,7 +410,7 @@ def load_weights(
                         progress(num_read / total)
     _held.cache_clear()
     _check_finite(manifest, bounds)
-    weights.fold_norm_biases(bind(device))
+    weights.fold_norm_biases()
     return weights
 
 

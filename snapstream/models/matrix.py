@@ -162,6 +162,11 @@ class Matrix:
         for start, stop in self._blocks():
             out[start:stop] = self[start:stop].dense()
 
+    def multiply_exactly(self, x: Tensor) -> Tensor:
+        """``x [in]`` times this matrix transposed, in fp32 and without rounding ``x``: ``[out]``."""
+        rows = (self[start:stop].dense() for start, stop in self._blocks())
+        return torch.cat([own.to(torch.float32) @ x.to(torch.float32) for own in rows])
+
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
         """``x [T, in]`` times this matrix transposed, plus ``bias [out]``: ``[T, out]``."""
         if kernels.one_linear is not None and self._takes_one(x):
@@ -329,6 +334,9 @@ class JoinedMatrix(Matrix):
 
     def dense(self) -> Tensor:
         return torch.cat([part.dense() for part in self.parts])
+
+    def multiply_exactly(self, x: Tensor) -> Tensor:
+        return torch.cat([part.multiply_exactly(x) for part in self.parts])
 
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
         sizes = [part.shape[0] for part in self.parts]

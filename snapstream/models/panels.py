@@ -122,6 +122,11 @@ class PanelMatrix(Matrix):
             stack.inputs = FORMATS["bfloat16" if form.rounds_inputs else "float32"]
         return stack
 
+    def multiply_exactly(self, x: Tensor) -> Tensor:
+        stack = self.stack
+        stack.inputs = FORMATS["float32"]
+        return panels.linear(self.library, stack, x[None], None)[0]
+
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
         """Batch-invariant. Inputs are rounded as configured for prefill; looped decode uses ``stack``."""
         return panels.linear(self.library, self._prefill_stack, x, bias)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormats
-from snapstream.kernels.interface import Kernels
 from snapstream.models.matrix import MakeMatrix, Matrix, joined, make_matrix
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
@@ -192,7 +191,7 @@ class DecoderWeights:
                 numbers = numbers * bound
             self.fill(part.target, part.place, numbers)
 
-    def fold_norm_biases(self, kernels: Kernels) -> None:
+    def fold_norm_biases(self) -> None:
         """Add what products make of the biases of the norms before them to the biases of the products."""
         if not self.config.has_norm_biases:
             return
@@ -202,12 +201,12 @@ class DecoderWeights:
             if "experts_gate_up" in own.matrices:
                 own.vector("router_logit_bias").add_(own.vector("router") @ bias.to(torch.float32))
                 for expert, of_expert in enumerate(own.vector("experts_gate_up_bias")):
-                    of_expert.add_(own.matrix("experts_gate_up")[expert].multiply(bias[None], None, kernels)[0])
+                    of_expert.add_(own.matrix("experts_gate_up")[expert].multiply_exactly(bias))
             else:
                 products.append(("gate_up", bias))
             for name, before in products:
-                own.vector(f"{name}_bias").add_(own.matrix(name).multiply(before[None], None, kernels)[0])
-        logits = self.lm_head.multiply(self.vectors["final_norm_bias"][None], None, kernels)[0]
+                own.vector(f"{name}_bias").add_(own.matrix(name).multiply_exactly(before))
+        logits = self.lm_head.multiply_exactly(self.vectors["final_norm_bias"])
         self.vectors["lm_head_bias"].add_(logits)
 
     def layer(self, index: int) -> LayerWeights:

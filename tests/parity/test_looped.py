@@ -119,6 +119,21 @@ def test_tokens_equal_eager(name: str, prompts: list[list[int]], tmp_path: Path)
     assert answers(folder, prompts, "looped") == answers(folder, prompts, "eager")
 
 
+@pytest.mark.parametrize("name", ["phi-panels", "phimoe-panels"])
+def test_biases_of_norms_are_not_rounded(name: str, tmp_path: Path) -> None:
+    """Whatever products round, what they make of the biases of norms is the same."""
+    folder, found = save(make_model(name), tmp_path), []
+    for executor in ("eager", "looped"):
+        for activations in ("dtype", "int8"):
+            changes = {"weights": "int8", "activations": activations}
+            with LLM(folder, executor=executor, **SETTINGS | changes) as llm:
+                vectors = llm.engine.runner.decoder.weights.vectors  # type: ignore[attr-defined]
+                found.append({own: vectors[own].clone() for own in vectors if own.endswith("_bias")})
+    assert {"qkv_bias", "lm_head_bias"} < found[0].keys()
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
