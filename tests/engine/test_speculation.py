@@ -49,7 +49,7 @@ EXECUTORS = [pytest.param("looped", marks=needs_compiler), "eager", pytest.param
 BUDGETS = {"full": "full", "rows": KVBudget(num_sink=2, num_topk=14, num_recent=16)}
 MODELS = [
     "qwen3", "llama-dynamic", "mistral-window", "qwen2-windows", "smollm3", "mixtral", "deepseek-v3", "gpt-oss",
-    "gemma2", "gemma3", "gemma3n-panels", "olmo3", "lfm2", "lfm2-moe", "lfm3", "qwen3-next", "qwen3.5",
+    "gemma2", "gemma3", "gemma3n-panels", "olmo3", "llama4", "lfm2", "lfm2-moe", "lfm3", "qwen3-next", "qwen3.5",
     "granite-hybrid", "granite-hybrid-moe", "nemotron-h", "nemotron-3", "kimi-linear", "falcon-h1", "falcon-h1-norm",
     "olmo-hybrid", "bamba",
 ]  # fmt: skip

@@ -90,7 +90,7 @@ def same(cold: RequestOutput, warm: RequestOutput, *, exact: bool) -> None:
 
 ACROSS = (  # kinds of layers whose hits end inside a chunk, too
     "llama-gqa-tied", "llama-dynamic", "qwen2-windows", "mistral-window", "minimax-m2", "gpt-oss", "gemma2",
-    "gemma4-shared", "gemma3n", "deepseek-v3",
+    "gemma4-shared", "gemma3n", "deepseek-v3", "llama4",
 )  # fmt: skip
 
 
