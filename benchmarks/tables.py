@@ -291,17 +291,21 @@ def peers_all(figures: dict[str, Any]) -> str:
 
 
 def llama_bench(figures: dict[str, Any]) -> str:
-    """``snapstream bench`` and llama.cpp over the same file: means of the repetitions."""
+    """``snapstream bench`` and its peers over the same file: means of the repetitions; a ratio is to the best peer."""
+    names = {"llama_cpp": "llama.cpp", "ik_llama_cpp": "ik_llama.cpp"}
+    peers = [peer for peer in names if peer in figures["models"][0]]
     rows = []
     for model in figures["models"]:
-        own, theirs = model["snapstream"], model["llama_cpp"]
+        own = model["snapstream"]
         file = f"{model['shape']} {model['kind']}, {model['file_bytes'] / 1e9:.2f} GB"
         for test in own["tokens_per_s"]:
-            mine, other = (mean(engine["tokens_per_s"][test]) for engine in (own, theirs))
+            mine, *others = (mean(model[engine]["tokens_per_s"][test]) for engine in ("snapstream", *peers))
             share = f"{own['read_share'][test]:.0%}" if test in own["read_share"] else ""
-            rows.append([file, test, f"{other:,.1f}", f"{mine:,.1f}", f"{mine / other:.2f}x", share])
-    heads = ["file", "test", "llama.cpp, tokens/s", "snapstream, tokens/s", "ratio", "of the read rate"]
-    engines = ", ".join(dict.fromkeys(model["llama_cpp"]["engine"] for model in figures["models"]))
+            rates = [f"{rate:,.1f}" for rate in (*others, mine)]
+            rows.append([file, test, *rates, f"{mine / max(others):.2f}x", share])
+    heads = ["file", "test", *(f"{names[peer]}, tokens/s" for peer in peers), "snapstream, tokens/s"]
+    heads += ["ratio" if len(peers) == 1 else "to the best", "of the read rate"]
+    engines = ", ".join(dict.fromkeys(model[peer]["engine"] for model in figures["models"] for peer in peers))
     return table(heads, rows) + f"\n\n{engines}, {figures['threads']} threads."
 
 

@@ -1,13 +1,14 @@
-"""``snapstream bench`` and llama.cpp in turn over the same GGUF file: random weights of a published shape.
+"""``snapstream bench``, llama.cpp and ik_llama.cpp over the same GGUF file: random weights of a published shape.
 
     make peers                                                # once; or --llama-bench PATH, built from its source
     python -m benchmarks.peers.llama_bench --save             # 0.6B, 1B and 4B in q4_0, and a hybrid
     python -m benchmarks.peers.llama_bench --shapes qwen3-0.6b --depths 4096 16384
     python -m benchmarks.peers.llama_bench --shapes qwen3-30b-a3b-24th --kinds q4_k_m q4_0 --save    # a mixture
     python -m benchmarks.peers.llama_bench --shapes tiny      # tries it, in seconds
+    python -m benchmarks.peers.llama_bench --ik-llama-bench PATH    # and ik_llama.cpp's program, built from its source
 
-Both measure a prompt of 512 tokens, and 128 tokens after a prompt of one and of each depth, with a full cache, as many
-threads and else their own defaults. llama.cpp is its own program llama-bench or, without one, xllamacpp's build, whose
+They measure in turn a prompt of 512 tokens, and 128 tokens after a prompt of one and of each depth, with a full cache,
+as many threads and else their own defaults. llama.cpp is its own program llama-bench or, without one, xllamacpp, whose
 own times count. A file is deleted before the next is written.
 """
 
@@ -93,12 +94,24 @@ def peer_figures(program: Path | None, file: Path, threads: int, repetitions: in
         module = Path(__file__).parent / "rates_llama_cpp.py"
         found: dict[str, Any] = run([str(python), str(module), str(file), *numbers], threads)
         return found
-    tests = run([str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads),
-                 "-d", ",".join(map(str, [0, *depths])), "-o", "json"], threads)  # fmt: skip
+    command = [str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads)]
+    tests = run([*command, "-d", ",".join(map(str, [0, *depths])), "-o", "json"], threads)
     rates = {name: test["samples_ts"] for name, (num_prompt, num_new) in tests_of(depths).items() for test in tests
              if (test["n_prompt"], test["n_gen"], test.get("n_depth", 0))
              == ((0, num_new, num_prompt) if num_new else (num_prompt, 0, 0))}  # fmt: skip
     engine = f"llama-bench {tests[0]['build_number']} ({tests[0]['build_commit']})"
+    return {"engine": engine, "tokens_per_s": rates}
+
+
+def fork_figures(program: Path, file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
+    """The same of ik_llama.cpp, a fork of it made for CPUs, which repacks weights as it starts if it is asked to (-rtr).
+    Its llama-bench names depths otherwise.
+    """
+    command = [str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads)]
+    after = [part for depth in depths for part in ("-gp", f"{depth},128")]
+    tests = run([*command, *after, "-rtr", "1", "-o", "json"], threads)
+    rates = {test["test"].replace("@pp", " @ "): test["samples_ts"] for test in tests}
+    engine = f"ik_llama.cpp {tests[0]['build_number']} ({tests[0]['build_commit']})"
     return {"engine": engine, "tokens_per_s": rates}
 
 
@@ -109,6 +122,7 @@ def mean(rates: list[float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llama-bench", type=Path, metavar="PATH")
+    parser.add_argument("--ik-llama-bench", type=Path, metavar="PATH", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES)[:4])
     parser.add_argument("--kinds", nargs="+", choices=("f16", "q8_0", "q4_0", "q4_k_m"), default=["q4_0"])
     parser.add_argument("--depths", nargs="+", type=int, default=[])
@@ -116,6 +130,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
+    work = args.threads, args.repetitions, args.depths
     ceiling, models = ceilings(), []
     for shape in args.shapes:
         for kind in args.kinds:
@@ -123,13 +138,15 @@ def main() -> None:
                 file = Path(folder) / f"{shape}-{kind}.gguf"
                 write_random_gguf(SHAPES[shape], file, kind)
                 size = file.stat().st_size
-                own = own_figures(file, args.threads, args.repetitions, args.depths)
-                peer = peer_figures(args.llama_bench, file, args.threads, args.repetitions, args.depths)
-            models.append({"shape": shape, "kind": kind, "file_bytes": size, "snapstream": own, "llama_cpp": peer})
+                own = own_figures(file, *work)
+                engines = {"snapstream": own}
+                engines["llama_cpp"] = peer_figures(args.llama_bench, file, *work)
+                if args.ik_llama_bench:
+                    engines["ik_llama_cpp"] = fork_figures(args.ik_llama_bench, file, *work)
+            models.append({"shape": shape, "kind": kind, "file_bytes": size, **engines})
             for test in tests_of(args.depths):
-                mine, theirs = (mean(engine["tokens_per_s"][test]) for engine in (own, peer))
-                print(f"{shape} {kind} {test}: snapstream {mine:,.1f}, llama.cpp {theirs:,.1f} tokens/s, "
-                      f"{mine / theirs:.2f} times", flush=True)  # fmt: skip
+                rates = (f"{name} {mean(engine['tokens_per_s'][test]):,.1f}" for name, engine in engines.items())
+                print(f"{shape} {kind} {test}: {', '.join(rates)} tokens/s", flush=True)
     are_mixtures = all("num_experts" in SHAPES[shape] for shape in args.shapes)
     report(
         "peers_llama_bench" + ("_mixture" if are_mixtures else "") + ("_depths" if args.depths else ""),

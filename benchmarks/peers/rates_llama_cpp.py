@@ -13,6 +13,15 @@ from random import Random
 from typing import Any
 
 
+def build() -> str:
+    """Version and instructions of xllamacpp: its wheel has fewer than many processors, one built here all."""
+    import xllamacpp
+
+    found = [part.split(" = ") for part in xllamacpp.get_system_info().split(" : ")[-1].split(" | ") if " = " in part]
+    wide = [name for name, value in found if value == "1" and name.startswith(("AVX", "AMX", "NEON", "DOTPROD", "SVE"))]
+    return f"{version('xllamacpp')} ({', '.join(wide)})"
+
+
 def main() -> None:
     import xllamacpp
 
@@ -45,7 +54,7 @@ def main() -> None:
             for name, decode in zip(list(rates)[1:], decoded, strict=True):  # the first token is prefill's
                 rates[name].append((decode["predicted_n"] - 1) / decode["predicted_ms"] * 1e3)
     with os.fdopen(printed, "w") as out:
-        out.write(json.dumps({"engine": f"xllamacpp {version('xllamacpp')}", "tokens_per_s": rates}))
+        out.write(json.dumps({"engine": f"xllamacpp {build()}", "tokens_per_s": rates}))
 
 
 if __name__ == "__main__":

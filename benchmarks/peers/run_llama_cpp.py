@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.gguf_file import write_gguf
+from benchmarks.peers.rates_llama_cpp import build
 from benchmarks.peers.work import Generate, Job, main
 
 
@@ -48,4 +49,4 @@ def start(job: Job, most: int) -> Generate:
 
 
 if __name__ == "__main__":
-    main(start, lambda: {name: version(name) for name in ("xllamacpp", "gguf")})
+    main(start, lambda: {"xllamacpp": build(), "gguf": version("gguf")})

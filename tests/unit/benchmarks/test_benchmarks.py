@@ -22,7 +22,7 @@ from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
 from benchmarks.peers.gguf_file import write_gguf, write_random_gguf
-from benchmarks.peers.llama_bench import SHAPES, peer_figures
+from benchmarks.peers.llama_bench import SHAPES, fork_figures, peer_figures
 from benchmarks.peers.run_snapstream import start
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import GRANITE_H_TINY, LFM2_TINY, QWEN3_TINY, QWEN35_TINY, random_checkpoint
@@ -242,9 +242,29 @@ def test_llama_benchs_own_names(tmp_path: Path) -> None:
     found = peer_figures(program, tmp_path / "model.gguf", 2, 1, [64])
     rates = {"pp512": [3.0, 4.0], "tg128": [2.0], "tg128 @ 64": [1.5]}
     assert found == {"engine": "llama-bench 7 (abc)", "tokens_per_s": rates}
+    forks = [
+        {"test": "pp512", "samples_ts": [3.0, 4.0]},
+        {"test": "tg128", "samples_ts": [2.0]},
+        {"test": "tg128@pp64", "samples_ts": [1.5]},
+    ]
+    program.write_text(f"#!/bin/sh\necho '{json.dumps([test | about for test in forks])}'\n")
+    found = fork_figures(program, tmp_path / "model.gguf", 2, 1, [64])
+    assert found == {"engine": "ik_llama.cpp 7 (abc)", "tokens_per_s": rates}
     program.write_text("#!/bin/sh\necho 'no such file' >&2\nexit 3\n")
     with pytest.raises(SystemExit, match="ended with 3: no such file"):
         peer_figures(program, tmp_path / "model.gguf", 2, 1, [])
+
+
+def test_the_best_of_two_programs_counts() -> None:
+    def engine(rate: float, name: str) -> dict[str, Any]:
+        return {"engine": name, "tokens_per_s": {"pp512": [rate, rate]}, "read_share": {}}
+
+    model = {"shape": "tiny", "kind": "q4_0", "file_bytes": 2e9, "snapstream": engine(6.0, ""),
+             "llama_cpp": engine(3.0, "a 1")}  # fmt: skip
+    text = tables.llama_bench({"threads": 2, "models": [model]})
+    assert "| ratio |" in text and "| tiny q4_0, 2.00 GB | pp512 | 3.0 | 6.0 | 2.00x |  |" in text
+    text = tables.llama_bench({"threads": 2, "models": [model | {"ik_llama_cpp": engine(4.0, "b 2")}]})
+    assert "| to the best |" in text and "| 3.0 | 4.0 | 6.0 | 1.50x |" in text and "a 1, b 2, 2 threads." in text
 
 
 def test_the_table_of_peers() -> None:
