@@ -104,8 +104,8 @@ def peer_figures(program: Path | None, file: Path, threads: int, repetitions: in
 
 
 def fork_figures(program: Path, file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
-    """The same of ik_llama.cpp, a fork of it made for CPUs, which repacks weights as it starts if it is asked to (-rtr).
-    Its llama-bench names depths otherwise.
+    """The same of ik_llama.cpp, a fork of it made for CPUs. It repacks weights as it starts (-rtr), and its llama-bench
+    names depths otherwise.
     """
     command = [str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads)]
     after = [part for depth in depths for part in ("-gp", f"{depth},128")]

@@ -116,13 +116,14 @@ def _with_rounded_inputs(
     formats = config.weights
     if formats is None or options.activations != "auto" or config.dtype != "float32":
         return config
-    if formats.layers.dtype not in ("bfloat16", "int8", "int4"):
+    if (stored := formats.layers.dtype) not in ("bfloat16", "float16", "int8", "int4"):
         return config
-    if config.prefill_attention == "auto" and (machine.gains_by_bf16 or machine.attends_in_int16):
-        config = replace(config, prefill_attention="cpu_bf16" if machine.gains_by_bf16 else "cpu_int16")
+    rounds_to_bf16 = machine.gains_by_bf16 and stored != "float16"  # which has more bits
+    if config.prefill_attention == "auto" and (rounds_to_bf16 or machine.attends_in_int16):
+        config = replace(config, prefill_attention="cpu_bf16" if rounds_to_bf16 else "cpu_int16")
     if formats.layers.is_quantized and formats.layers.rounds_inputs and machine.gains_by_int8:
         return replace(config, weights=replace(formats, prefill_inputs="int8"))
-    if not machine.gains_by_bf16:
+    if not rounds_to_bf16:
         return config
     if why_not_bf16_inputs(model, dtype=config.dtype, device=config.device) is None:
         formats = formats.rounding_to_bf16()

@@ -213,13 +213,16 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     assert "prefill and decode: int8 inputs" in describe_inputs(config)
     assert decided(both, **loops, weights="int8").prefill_attention == "cpu_bf16"
     whole = replace(LAPTOP, attends_in_int16=True)
-    for weights in ("bfloat16", "int8", "int4"):
+    for weights in ("bfloat16", "float16", "int8", "int4"):
         assert decided(whole, **loops, weights=weights).prefill_attention == "cpu_int16"
         assert decided(whole, **loops, weights=weights, activations="dtype").prefill_attention == "auto"
         assert decided(whole, **loops, weights=weights, prefill_attention="cpu").prefill_attention == "cpu"
         assert decided(LAPTOP, **loops, weights=weights).prefill_attention == "auto"
     assert decided(whole, **loops, weights="float32").prefill_attention == "auto"
-    assert decided(replace(fast, attends_in_int16=True), **loops, weights="int8").prefill_attention == "cpu_bf16"
+    all_three = replace(fast, attends_in_int16=True)
+    assert decided(all_three, **loops, weights="int8").prefill_attention == "cpu_bf16"
+    assert decided(all_three, **loops, weights="float16").prefill_attention == "cpu_int16"  # no fewer bits than fp16
+    assert decided(fast, **loops, weights="float16").prefill_attention == "auto"
     options = EngineOptions(device="cpu", weights="bfloat16", max_rows=1)
     formats = resolve(read_model_config(TINY_LATENT_MODEL), options, fast).weights  # latents and experts
     assert formats is not None and formats.prefill_inputs == "bfloat16" and not formats.layers.rounds_inputs
