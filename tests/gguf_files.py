@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import gguf
@@ -32,7 +33,8 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "Exaone4ForCausalLM": "exaone4",
     "InternLM3ForCausalLM": "llama", "IQuestCoderForCausalLM": "llama", "YoutuForCausalLM": "deepseek2",
     "DeepseekV32ForCausalLM": "deepseek32", "GlmMoeDsaForCausalLM": "glm-dsa", "HYV3ForCausalLM": "hy_v3",
-    "MellumForCausalLM": "mellum",
+    "MellumForCausalLM": "mellum", "Gemma3nForCausalLM": "gemma3n",
+    "Gemma4ForCausalLM": "gemma4",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
 NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
@@ -61,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {},
     "gemma": {}, "gemma2": {"query_pre_attn_scalar": 20}, "gemma2-panels": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
+    "gemma3n": {}, "gemma3n-panels": {}, "gemma4": {}, "gemma4-shared": {}, "gemma4-panels": {}, "gemma4-moe": {},
     "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
     "granite-hybrid-moe": {"mamba_proj_bias": False}, "lfm2": {"conv_bias": False, "block_auto_adjust_ff_dim": False},
     "lfm2-all": {}, "lfm2-moe": {"tie_word_embeddings": True}, "cohere": {"tie_word_embeddings": True}, "cohere2": {},
@@ -76,6 +79,7 @@ PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid")
 OFFSET = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+STREAM = re.compile(r"model\.altup_(unemb)?(?:ed_)?projections\.(\d+)\.weight")
 EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
 Tensors = dict[str, np.ndarray[Any, Any]]
@@ -120,6 +124,10 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             stack = f"blk.{expert[1]}.ffn_{EXPERT_NAMES[expert[3]]}_exps.weight"
             experts.setdefault(stack, {})[int(expert[2])] = numbers
             continue
+        if (stream := STREAM.fullmatch(name)) is not None:
+            stack = "altup_unembd_proj.weight" if stream[1] else "altup_proj.weight"
+            experts.setdefault(stack, {})[int(stream[2])] = numbers
+            continue
         projection = name.split(".")[-2]
         if arch in PERMUTED and projection in heads:
             numbers = permuted(numbers, heads[projection])
@@ -140,6 +148,11 @@ def parts_of(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """A tensor as llama.cpp's converter has it before names are mapped; names with ``blk.`` are mapped."""
     layer = f"blk.{name.split('.')[2]}" if name.startswith("model.layers.") else ""
+    if "router." in name and name.endswith("scale"):
+        stored = "ffn_down_exps" if "per_expert" in name else "ffn_gate_inp"
+        return {f"{layer}.{stored}.scale": numbers}
+    if name.endswith(("layer_scalar", "correct_output_scale")):
+        return {name + ".weight": numbers}
     if name.endswith("correction_bias"):
         return {name.removesuffix("_bias") + ".bias": numbers}
     if name.endswith("expert_bias"):
@@ -217,6 +230,10 @@ def experts_of(name: str, numbers: np.ndarray[Any, Any]) -> dict[str, np.ndarray
 def rope_factors(settings: dict[str, Any]) -> np.ndarray[Any, Any] | None:
     """Divisors of the frequencies, as llama.cpp's converter computes those of Llama 3.1."""
     rope = settings.get("rope_parameters") or {}
+    if isinstance(rope.get("full_attention"), dict) and rope["full_attention"]["rope_type"] == "proportional":
+        size = gemma4_metadata(settings)["attention.key_length"]
+        rotated = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
+        return np.array([1.0] * rotated + [1e30] * (size // 2 - rotated), dtype=np.float32)
     if rope.get("rope_type") != "llama3":
         return None
     dim, old = settings["head_dim"], rope["original_max_position_embeddings"]
@@ -320,10 +337,11 @@ FIELDS = {
     "index_head_dim": "attention.indexer.key_length", "linear_conv_kernel_dim": "ssm.conv_kernel",
     "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank", "mamba_d_conv": "ssm.conv_kernel",
-    "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
+    "num_kv_shared_layers": "attention.shared_kv_layers", "top_k_experts": "expert_used_count",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip
 SIGMOID = ("glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa")
-WINDOWS = ("gemma3", "exaone4", "olmo2", "mellum")  # and which layers have them
+WINDOWS = ("gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum")  # and which layers have them
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 
 
@@ -357,6 +375,16 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     if "llama_4_scaling_beta" in rope:
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
         found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+    if arch == "gemma3n":
+        normal = NormalDist()
+        found |= {
+            "activation_sparsity_scale": [
+                normal.inv_cdf(share) if share else float("-inf") for share in settings["activation_sparsity_pattern"]
+            ],
+            "altup.active_idx": settings["altup_active_idx"], "altup.num_inputs": settings["altup_num_inputs"],
+        }  # fmt: skip
+    if arch == "gemma4":
+        found |= gemma4_metadata(settings)
     if arch == "gpt-oss":
         found["expert_feed_forward_length"] = settings["intermediate_size"]
     if arch == "minimax-m2":
@@ -397,6 +425,24 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         found["rope.scaling.finetuned"] = settings["position_embedding_type"] == "rope"
         if not settings["num_local_experts"]:
             found |= {"feed_forward_length": settings["shared_intermediate_size"], "expert_used_count": 0}
+    return found
+
+
+def gemma4_metadata(settings: dict[str, Any]) -> dict[str, Any]:
+    kinds, size = settings["layer_types"], settings["head_dim"]
+    wide = next(iter((settings.get("per_layer_config") or {}).values()), {})
+    full = settings.get("global_head_dim") or wide.get("head_dim", size)
+    heads = settings["num_key_value_heads"]
+    others = settings.get("num_global_key_value_heads") or wide.get("num_key_value_heads", heads)
+    inner, own = settings["intermediate_size"], len(kinds) - settings["num_kv_shared_layers"]
+    found = {
+        "attention.key_length": full, "attention.value_length": full, "attention.key_length_swa": size,
+        "attention.value_length_swa": size, "rope.dimension_count": full, "rope.dimension_count_swa": size,
+    }  # fmt: skip
+    if others != heads:
+        found["attention.head_count_kv"] = [heads if kind == "sliding_attention" else others for kind in kinds]
+    if settings["use_double_wide_mlp"]:
+        found["feed_forward_length"] = [inner * (1 + (at >= own)) for at in range(len(kinds))]
     return found
 
 

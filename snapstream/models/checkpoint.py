@@ -439,8 +439,11 @@ def _fill_quantized(
         values = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
         scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
         bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
-    target = weights.matrices[part.target].form
-    if outer == cut and (not target.is_quantized or (target.dtype, target.group) == (form.dtype, form.group)):
+    target = weights.matrices[part.target]
+    cuts_groups = outer != cut or target.shape[-1] % form.group != 0  # of a layer, where one tensor holds all of them
+    if not cuts_groups and (
+        not target.form.is_quantized or (target.form.dtype, target.form.group) == (form.dtype, form.group)
+    ):
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
     else:  # the shard cuts through groups, and is stored as floats; or another format was asked for
         numbers = decode(values, scales, form)
@@ -524,7 +527,7 @@ def _stored_format(name: str, spec: TensorSpec, config: ModelConfig) -> WeightFo
     """The format in the files of a part of ``spec`` if it is quantized there."""
     if (own := config.stored.own_format(name)) is not None:
         return own
-    if spec.is_matrix and not spec.per_layer:
+    if spec.is_matrix and (spec.is_table or not spec.per_layer):
         return config.stored.tables
     if spec.is_dense and config.stored.has_float_dense:
         return None

@@ -221,11 +221,11 @@ def _gemma4_refusals(settings: Settings) -> list[str]:
 
 def _gemma4_tensors(config: ModelConfig) -> TensorSpecs:
     """Experts have three norms of their own, and the router two scales."""
-    specs = decoder_tensors(replace(config, has_fused_experts=True))
+    specs, hidden, names = decoder_tensors(config), config.hidden_size, {"mlp.gate.weight": "router.proj.weight"}
     if config.moe is None:
         return specs
-    hidden = config.hidden_size
-    names = {"mlp.experts.": "experts.", "mlp.gate.weight": "router.proj.weight"}
+    if config.has_fused_experts:
+        names["mlp.experts."] = "experts."
     return {
         **renamed(specs, names),
         "mlp_part_norm": norm(config, hidden, "post_feedforward_layernorm_1.weight"),
@@ -423,6 +423,7 @@ GEMMA4 = Family(
     refusals=_gemma4_refusals,
     has_windows=True,
     has_experts=True,
+    may_fuse_experts=True,
     has_own_activation=True,
     has_rope_by_kind=True,
     tensors=_gemma4_tensors,

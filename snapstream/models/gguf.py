@@ -47,14 +47,16 @@ _LAYER_NAMES = {
 }  # fmt: skip
 _OUTER_NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-    "token_embd_norm": "model.embedding_norm",
+    "token_embd_norm": "model.embedding_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm",
 }  # fmt: skip
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+_STREAMS = {"altup_proj.weight": "altup_projections", "altup_unembd_proj.weight": "altup_unembed_projections"}
+TABLES = ("model.embed_tokens.weight", "lm_head.weight", "model.embed_tokens_per_layer.weight")
 _LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>[a-z0-9_.]+?)(?:\.(?P<kind>weight|bias))?")
 # Matrices in the dtype of the computation, whatever the type of the others.
-_DENSE = (".gate.weight", ".router.weight", ".router.layer.weight", ".shared_expert_gate.weight", ".conv1d.weight",
+_DENSE = (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight", ".shared_expert_gate.weight", ".conv1d.weight",
           ".conv.conv.weight", ".kv_b_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight",
-          ".norm.weight")  # fmt: skip
+          ".norm.weight", ".modality_router.weight", "ion_coefs.weight")  # fmt: skip
 
 
 def config_of(config: ModelConfig, path: Path) -> ModelConfig:
@@ -341,6 +343,9 @@ def _tensors(model: Model) -> Iterator[tuple[str, tuple[Tensor, ...], int | None
             yield f"{prefix}.{joined}", (tensor, _other(model, stored, stored.replace(own, second))), None, None
         elif own in seconds:
             continue
+        elif stored in _STREAMS and len(tensor.shape) == 3:
+            for stream in range(tensor.shape[0]):
+                yield f"model.{_STREAMS[stored]}.{stream}.weight", (tensor,), stream, None
         elif own not in (*projections, "ffn_gate_up_exps") or len(tensor.shape) != 3 or not stored.endswith(".weight"):
             yield name, (tensor,), None, None
         else:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from snapstream.config.model import MAX_DIM
@@ -173,6 +174,58 @@ def _gemma3(model: Model, own: Settings, settings: Settings) -> Settings:
     return found
 
 
+def _by_layer(model: Model, key: str) -> list[int]:
+    """A setting of every layer, whether the file has one number or an array."""
+    value = model.own[key]
+    if not isinstance(value, Array):
+        return [value] * model.num_layers
+    return [int(own) for own in model.header.numbers(f"{model.header.metadata['general.architecture']}.{key}")]
+
+
+def _gemma3n(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Shares of the gates that are cut are stored as quantiles of a normal distribution."""
+    rows = (_matrix(model, name).shape[0] for name in ("per_layer_token_embd.weight", "blk.0.laurel_l.weight"))
+    quantiles = model.header.numbers(f"{model.header.metadata['general.architecture']}.activation_sparsity_scale")
+    normal = NormalDist()
+    return {
+        **dict(zip(("vocab_size_per_layer_input", "laurel_rank"), rows, strict=True)),
+        "activation_sparsity_pattern": [normal.cdf(own) for own in quantiles[: model.num_layers]],
+        "intermediate_size": _by_layer(model, "feed_forward_length")[: model.num_layers],
+    }
+
+
+def _gemma4(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Heads and inner sizes by layer. The rope of layers without a window, which rotates the first numbers of a head,
+    is a table of divisors, huge ones for the others.
+    """
+    kinds, count, size = settings["layer_types"], model.num_layers, own["attention.key_length"]
+    windows, full = (kinds.index(kind) if kind in kinds else -1 for kind in ("sliding_attention", "full_attention"))
+    heads, inner = _by_layer(model, "attention.head_count_kv"), _by_layer(model, "feed_forward_length")
+    own_size = own["attention.key_length_swa"]
+    if own.get("rope.dimension_count_swa", own_size) != own_size:
+        raise ValueError(f"rope.dimension_count_swa is {own['rope.dimension_count_swa']}; heads have {own_size}")
+    factors = _floats(_vector(model, ROPE_FACTORS))
+    rotated = factors.count(1.0)
+    if 2 * len(factors) != size or any((factor == 1.0) != (at < rotated) for at, factor in enumerate(factors)):
+        raise ValueError(f"{ROPE_FACTORS} must divide the first frequencies of {size // 2} by 1, and hide the others")
+    keys = (f"blk.{layer}.attn_v.weight" for layer in range(count - settings.get("num_kv_shared_layers", 0)))
+    full_rope = {"rope_type": "proportional", "partial_rotary_factor": 2 * rotated / size}
+    return {
+        "attention_k_eq_v": any(key not in model.tensors for key in keys), "head_dim": own_size,
+        "enable_moe_block": bool(own.get("expert_count")), "intermediate_size": inner[0], "partial_rotary_factor": None,
+        "num_key_value_heads": heads[windows], "use_double_wide_mlp": inner[-1] != inner[0], "rope_scaling": None,
+        "per_layer_config": {
+            str(layer): {"head_dim": size, "num_key_value_heads": heads[full]}
+            for layer, kind in enumerate(kinds) if kind == "full_attention"
+        },
+        "rope_parameters": {
+            "full_attention": full_rope | {"rope_theta": own["rope.freq_base"]},
+            "sliding_attention": {"rope_type": "default", "rope_theta": own.get("rope.freq_base_swa", 10000.0)},
+        },
+        "vocab_size_per_layer_input": settings["vocab_size"],
+    }  # fmt: skip
+
+
 def _granite(model: Model, own: Settings, settings: Settings) -> Settings:
     if own.get("rope.scaling.finetuned") is False:
         raise ValueError("rope.scaling.finetuned is False; heads that are not rotated are read of granitehybrid only")
@@ -197,6 +250,9 @@ def _ministral(model: Model, own: Settings, settings: Settings) -> Settings:
 _SIGMOID = 2
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_PER_LAYER_NAMES = {
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+}  # fmt: skip
 _QWEN_EXPERTS = _experts(
     "num_experts", shared_feed_forward_length="shared_expert_intermediate_size", shared_count="", weights_scale="",
     group_count="", group_used_count="", first_dense="",
@@ -303,6 +359,42 @@ ARCHITECTURES = {
         layer_names={**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"},
         norm_offset=1.0,
         complete=_gemma3,
+    ),
+    "gemma3n": Architecture(
+        name="Gemma3nForCausalLM",
+        fields={
+            **_WINDOW, "activation_sparsity_scale": "", "altup.active_idx": "altup_active_idx",
+            "altup.num_inputs": "altup_num_inputs", "attention.shared_kv_layers": "num_kv_shared_layers",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input", "feed_forward_length": "",
+            "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base_swa": "rope_local_base_freq",
+        },
+        layer_names={
+            **_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm", **_PER_LAYER_NAMES,
+            "altup_router": "altup.modality_router", "altup_router_norm": "altup.router_norm",
+            "altup_predict_coef": "altup.prediction_coefs", "altup_correct_coef": "altup.correction_coefs",
+            "altup_correct_scale.weight": "altup.correct_output_scale", "laurel_l": "laurel.linear_left",
+            "laurel_r": "laurel.linear_right", "laurel_post_norm": "laurel.post_laurel_norm",
+        },
+        complete=_gemma3n,
+    ),
+    "gemma4": Architecture(
+        name="Gemma4ForCausalLM",
+        fields={
+            **_WINDOW, "attention.head_count_kv": "", "attention.key_length": "", "attention.key_length_swa": "",
+            "attention.shared_kv_layers": "num_kv_shared_layers", "attention.value_length_swa": "",
+            "embedding_length_per_layer_input": "hidden_size_per_layer_input", "expert_count": "num_experts",
+            "expert_feed_forward_length": "moe_intermediate_size", "expert_used_count": "top_k_experts",
+            "feed_forward_length": "", "final_logit_softcapping": "final_logit_softcapping", "rope.freq_base": "",
+            "rope.freq_base_swa": "", "rope.dimension_count_swa": "",
+        },
+        settings={"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        layer_names={
+            **_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm", "layer_output_scale.weight": "layer_scalar",
+            **_PER_LAYER_NAMES, "ffn_gate_inp.weight": "router.proj.weight", "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale", "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        },
+        complete=_gemma4,
     ),
     "phi3": Architecture(
         name="Phi3ForCausalLM", fields=_WINDOW, complete=_phi3,
@@ -644,9 +736,12 @@ def _floats(tensor: Tensor) -> list[float]:
         return list(struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.num_bytes)))
 
 
-# Tokens that end an answer, by their text, where the metadata does not name them; those of gpt-oss end a message.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
-_CONTROL = 3
+# Tokens that end an answer, by their text, where the metadata does not name them; those of gpt-oss end a message. After
+# a tool call Gemma 4 begins the tool's answer, with a token that files show to parsers.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>",
+         "<turn|>")  # fmt: skip
+_SHOWN_END = "<|tool_response>"
+_CONTROL, _USER_DEFINED = 3, 4
 
 
 def end_tokens(header: Header) -> list[int]:
@@ -656,6 +751,9 @@ def end_tokens(header: Header) -> list[int]:
     found = [token for token in named if isinstance(token, int)]
     if "tokenizer.ggml.tokens" in metadata and "tokenizer.ggml.token_type" in metadata:
         texts, kinds = header.texts("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
-        control = {text: at for at, (text, kind) in enumerate(zip(texts, kinds, strict=False)) if kind == _CONTROL}
-        found += [control[text] for text in _ENDS if text in control and "<|return|>" not in control]
+        control = {
+            text: at for at, (text, kind) in enumerate(zip(texts, kinds, strict=False))
+            if kind == _CONTROL or (kind == _USER_DEFINED and text == _SHOWN_END)
+        }  # fmt: skip
+        found += [control[text] for text in (*_ENDS, _SHOWN_END) if text in control and "<|return|>" not in control]
     return list(dict.fromkeys(found))

@@ -590,9 +590,9 @@ def in_own_formats(specs: TensorSpecs, stored: StoredWeights, num_layers: int) -
     """
     found = {}
     for name, spec in specs.items():
-        if not spec.is_matrix or spec.is_dense or spec.is_table or spec.joined_dim is not None:
+        if not spec.is_matrix or spec.is_dense:
             found[name] = spec
-        elif not spec.per_layer:
+        elif not spec.per_layer or spec.joined_dim is not None:
             found[name] = replace(spec, form=stored.own_format(next(iter(spec.parts))))
         else:
             found |= _by_format(name, spec, stored, num_layers)

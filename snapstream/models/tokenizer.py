@@ -130,8 +130,8 @@ def _reason(folder: Path, error: BaseException) -> str:
     return f"{file} and tokenizer_config.json make no tokenizer: {_first_line(error)}"
 
 
-# GGUF. A vocabulary is a list of tokens with their types; "gpt2" is byte-level BPE with a list of merges, and "llama"
-# is SentencePiece's BPE, whose merges follow from the scores of the tokens.
+# GGUF. A vocabulary is a list of tokens with their types; "gpt2" is byte-level BPE with a list of merges, "llama" is
+# SentencePiece's BPE, whose merges follow from the scores of the tokens, and "gemma4" the same with a list of merges.
 
 _KIND, _NO_VOCABULARY = "tokenizer.ggml.model", "no_vocab"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
@@ -214,9 +214,9 @@ def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     header = gguf_settings.open_model(file).header
     metadata = header.metadata
     kind = metadata.get(_KIND)
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise ValueError(
-            f"{file}: {_KIND} is {kind!r:.80}; known: 'gpt2' (byte-level BPE), 'llama' (SentencePiece BPE)"
+            f"{file}: {_KIND} is {kind!r:.80}; known: 'gpt2' (byte-level BPE), 'llama' and 'gemma4' (SentencePiece BPE)"
         )
     tokens, types = header.texts("tokenizer.ggml.tokens"), header.numbers("tokenizer.ggml.token_type")
     if len(types) != len(tokens):
@@ -257,11 +257,7 @@ def _byte_level(header: Header, tokens: Sequence[str], types: Sequence[float]) -
     pre: Any = header.metadata.get("tokenizer.ggml.pre")
     if pre not in PATTERNS:
         raise ValueError(f"{header.file}: tokenizer.ggml.pre is {pre!r:.80}; known: {', '.join(PATTERNS)}")
-    merges: list[Any] = [tuple(merge.split(" ")) for merge in header.texts("tokenizer.ggml.merges")]
-    wrong = [merge for merge in merges if len(merge) != 2]
-    if wrong:
-        raise ValueError(f"{header.file}: {' '.join(wrong[0])[:80]!r} in tokenizer.ggml.merges is not two tokens")
-    vocabulary = {token: at for at, token in enumerate(tokens)}
+    vocabulary, merges = {token: at for at, token in enumerate(tokens)}, _stored_merges(header)
     own = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_TOKENS))
     if pre in _NORMALIZED:
         own.normalizer = normalizers.NFC()
@@ -279,15 +275,12 @@ def _sentence_pieces(header: Header, tokens: Sequence[str], types: Sequence[floa
     for name in ("precompiled_charsmap", "remove_extra_whitespaces"):
         if header.metadata.get(f"tokenizer.ggml.{name}"):
             raise ValueError(f"{header.file}: tokenizer.ggml.{name} is not supported")
-    scores = header.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise ValueError(f"{header.file}: the vocabulary has {len(tokens):,} tokens and {len(scores):,} scores")
-    vocabulary = {token: at for at, token in enumerate(tokens)}
-    merges = _merges(header, tokens, types, scores)
+    vocabulary, has_merges = {token: at for at, token in enumerate(tokens)}, header.metadata[_KIND] == "gemma4"
+    merges = _stored_merges(header) if has_merges else _merges_by_score(header, tokens, types)
     own = Tokenizer(
         models.BPE(vocabulary, merges, unk_token=special.get("unk_token"), fuse_unk=True, byte_fallback=True)
     )
-    has_prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    has_prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", not has_merges)
     steps: list[Any] = [normalizers.Prepend(_SPACE)] if has_prefix else []
     own.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     decoding: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -296,10 +289,19 @@ def _sentence_pieces(header: Header, tokens: Sequence[str], types: Sequence[floa
     return own
 
 
-def _merges(
-    header: Header, tokens: Sequence[str], types: Sequence[float], scores: Sequence[float]
-) -> list[tuple[str, str]]:
+def _stored_merges(header: Header) -> list[tuple[str, str]]:
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in header.texts("tokenizer.ggml.merges")]
+    wrong = [merge for merge in merges if len(merge) != 2]
+    if wrong:
+        raise ValueError(f"{header.file}: {' '.join(wrong[0])[:80]!r} in tokenizer.ggml.merges is not two tokens")
+    return merges
+
+
+def _merges_by_score(header: Header, tokens: Sequence[str], types: Sequence[float]) -> list[tuple[str, str]]:
     """Every pair of tokens that makes a token; first what makes the one with the highest score."""
+    scores = header.numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
+        raise ValueError(f"{header.file}: the vocabulary has {len(tokens):,} tokens and {len(scores):,} scores")
     usable = {
         token: score
         for token, kind, score in zip(tokens, types, scores, strict=True)
@@ -331,7 +333,7 @@ def _add_ends(own: Any, header: Header, special: Mapping[str, str]) -> None:
     from tokenizers import processors
 
     metadata = header.metadata
-    by_default = metadata[_KIND] == "llama" or metadata.get("tokenizer.ggml.pre") in _BEGIN
+    by_default = metadata[_KIND] in ("llama", "gemma4") or metadata.get("tokenizer.ggml.pre") in _BEGIN
     first = special.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", by_default) else None
     last = special.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
     if first is None and last is None:

@@ -152,18 +152,22 @@ class DecoderWeights:
         """Store a checkpoint tensor, its rows in the order of ``TensorSpec.row_order``, at a place of ``name``."""
         if name in self.matrices:
             matrix = self.matrices[name]
-            if not place and numbers.dim() < len(matrix.shape):  # of all layers, side by side
-                dim = 0 if numbers.shape[1] == matrix.shape[2] else 1
-                numbers = numbers.unflatten(dim, (matrix.shape[0], -1)).movedim(dim, 0)
-            (matrix[place] if place else matrix).fill(numbers)
+            (matrix[place] if place else matrix).fill(self._by_layer(name, numbers))
         else:
             vector = self.vectors[name]
             (vector[place] if place else vector).copy_(numbers)
 
     def fill_quantized(self, name: str, place: tuple[Place, ...], values: Tensor, scales: Tensor) -> None:
-        """The same of quantized values."""
+        """The same of quantized values, in whole groups of the rows of each layer."""
         matrix = self.matrices[name]
+        values, scales = (self._by_layer(name, part) for part in (values, scales))
         (matrix[place] if place else matrix).fill_quantized(values, scales)
+
+    def _by_layer(self, name: str, numbers: Tensor) -> Tensor:
+        """Numbers of all layers, which lie side by side in the checkpoint, one layer after the other."""
+        if (dim := tensor_specs(self.config)[name].joined_dim) is None:
+            return numbers
+        return numbers.unflatten(dim, (self.config.num_layers, -1)).movedim(dim, 0)
 
     def fill_randomly(self, seed: int, num_drawn: int = 2**22) -> None:
         """Random numbers for every tensor of a checkpoint; activations keep their size. Norms are 1, biases 0.

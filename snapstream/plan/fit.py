@@ -154,7 +154,8 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
 def _is_quantized_again(model: ModelConfig) -> bool:
     """Whether a checkpoint has quantized layers that no format here holds, and int8 groups fit its matrices."""
     stored = model.stored
-    if not stored.dequantized or stored.quantized is not None or stored.packing is not None:
+    no_own_format = set(stored.dequantized) - set(stored.in_own)
+    if not no_own_format or stored.quantized is not None or stored.packing is not None:
         return False
     try:
         check_groups(model, WeightFormats.of("int8"))

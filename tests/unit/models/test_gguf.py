@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from snapstream import LLM, Grammar, SamplingParams
 from snapstream.cli.app import main
@@ -296,6 +296,31 @@ def test_sentence_pieces(folder: Path, tmp_path: Path) -> None:
     ]:
         with pytest.raises(ValueError, match=reason):
             load_tokenizer(write_gguf(folder, tmp_path / "wrong.gguf", tokens=given | change))
+
+
+def test_gemma_4s_vocabulary(folder: Path, tmp_path: Path) -> None:
+    """Ids are those of transformers' class; an answer ends with its turn, and where a tool's begins."""
+    own = Tokenizer(models.BPE(byte_fallback=True))
+    own.normalizer = normalizers.Replace(" ", "\u2581")
+    first = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "<turn|>", "<|tool_response>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, special_tokens=[*first, *(f"<0x{byte:02X}>" for byte in range(256))], show_progress=False
+    )
+    own.train_from_iterator([*TEXTS[:-1], *("the cat is the\n\n end" for _ in range(9))], trainer)
+    tokens, merges = by_id(own), merges_of(own)
+    kinds = [3, 3, 3, 2, 3, 3, 4] + [6] * 256 + [1] * (len(tokens) - 263)
+    given = metadata("gemma4", tokens, merges=merges, bos_token_id=2, eos_token_id=1, unknown_token_id=3)
+    file = write_gguf(folder, tmp_path / "model.gguf", tokens=given | {"tokenizer.ggml.token_type": kinds})
+    ours, theirs = load_tokenizer(file), transformers.GemmaTokenizer(
+        vocab=own.get_vocab(), merges=[tuple(merge.split(" ")) for merge in merges]
+    )  # fmt: skip
+    for text in [*TEXTS, " two  spaces", "a\n\n\nb<turn|>"]:
+        found = ours(text)["input_ids"]
+        assert found[0] == 2 and "<turn|>" not in text or found[-1] == 5
+        if "<turn|>" not in text:
+            assert found[1:] == theirs(text, add_special_tokens=False)["input_ids"], text
+            assert ours.decode(found[1:]) == text
+    assert read_model_config(file).eos_token_ids == (1, 5, 6)
 
 
 @pytest.mark.parametrize(
