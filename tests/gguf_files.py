@@ -34,7 +34,11 @@ ARCHITECTURES = {
     "InternLM3ForCausalLM": "llama", "IQuestCoderForCausalLM": "llama", "YoutuForCausalLM": "deepseek2",
     "DeepseekV32ForCausalLM": "deepseek32", "GlmMoeDsaForCausalLM": "glm-dsa", "HYV3ForCausalLM": "hy_v3",
     "MellumForCausalLM": "mellum", "Gemma3nForCausalLM": "gemma3n",
-    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForCausalLM": "gemma4", "Qwen2VLForConditionalGeneration": "qwen2vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2vl", "Qwen3VLForConditionalGeneration": "qwen3vl",
+    "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe", "ArceeForCausalLM": "arcee",
+    "HunYuanDenseV1ForCausalLM": "hunyuan-dense", "GraniteMoeForCausalLM": "granitemoe",
+    "GraniteMoeSharedForCausalLM": "granitemoe", "ExaoneMoeForCausalLM": "exaone-moe", "AfmoeForCausalLM": "afmoe",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
 NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
@@ -63,6 +67,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3.5-moe": {},
     "gemma": {}, "gemma2": {"query_pre_attn_scalar": 20}, "gemma2-panels": {"query_pre_attn_scalar": 32},
     "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
+    "arcee": {}, "hunyuan-dense": {}, "granite-moe": {}, "granite-moe-shared": {}, "exaone-moe": {},
+    "afmoe": {"global_attn_every_n_layers": 4, "num_hidden_layers": 5},
     "gemma3n": {}, "gemma3n-panels": {}, "gemma4": {}, "gemma4-shared": {}, "gemma4-panels": {}, "gemma4-moe": {},
     "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
     "granite-hybrid-moe": {"mamba_proj_bias": False}, "lfm2": {"conv_bias": False, "block_auto_adjust_ff_dim": False},
@@ -75,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "iquest-coder": {}, "granite-4-dense": {}, "youtu": _LATENT, "deepseek-v3.2": _LATENT, "glm-5": {}, "hy3": {},
     "mellum": {"norm_topk_prob": True},
 }  # fmt: skip
-PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid")
+PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
 OFFSET = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
@@ -340,8 +346,8 @@ FIELDS = {
     "num_kv_shared_layers": "attention.shared_kv_layers", "top_k_experts": "expert_used_count",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip
-SIGMOID = ("glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa")
-WINDOWS = ("gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum")  # and which layers have them
+SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa")
+WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum")  # and which layers have them
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 
 
@@ -360,7 +366,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         rope = rope["full_attention"]
     if settings.get("sliding_window") is not None and arch in WINDOWS:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
-    if arch not in (*WINDOWS, "cohere2", "gemma2", "gpt-oss", "phi3"):
+    if arch not in (*WINDOWS, "afmoe", "cohere2", "gemma2", "gpt-oss", "phi3"):
         found.pop("attention.sliding_window", None)
     found["rope.freq_base"] = float(rope["rope_theta"])
     found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
@@ -375,6 +381,15 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     if "llama_4_scaling_beta" in rope:
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
         found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+    if arch in ("afmoe", "exaone-moe"):
+        found["expert_shared_count"] = settings["num_shared_experts"]
+    if arch == "exaone-moe":
+        found["leading_dense_block_count"] = settings["mlp_layer_types"].count("dense")
+        found["expert_shared_feed_forward_length"] = settings["num_shared_experts"] * settings["moe_intermediate_size"]
+    if arch == "afmoe":
+        found |= {"expert_weights_scale": settings["route_scale"], "expert_weights_norm": True}
+    if arch == "hunyuan-dense":
+        found["rope.freq_base"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
     if arch == "gemma3n":
         normal = NormalDist()
         found |= {
@@ -391,7 +406,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         found["expert_feed_forward_length"] = settings["intermediate_size"]
     if arch in SIGMOID or settings["architectures"][0] in ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"):
         found["expert_gating_func"] = 2
-    if settings.get("norm_topk_prob") is not None and arch in ("dots1", "glm4moe", "lfm2moe", *LATENTS):
+    if settings.get("norm_topk_prob") is not None and arch in ("dots1", "exaone-moe", "glm4moe", "lfm2moe", *LATENTS):
         found["expert_weights_norm"] = settings["norm_topk_prob"]
     if arch == "ernie4_5-moe":
         found["interleave_moe_layer_step"] = 1

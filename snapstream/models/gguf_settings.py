@@ -232,6 +232,11 @@ def _granite(model: Model, own: Settings, settings: Settings) -> Settings:
     return {}
 
 
+def _granite_moe(model: Model, own: Settings, settings: Settings) -> Settings:
+    has_shared = bool(own.get("expert_shared_feed_forward_length"))
+    return {"architectures": ["GraniteMoeSharedForCausalLM"]} if has_shared else _granite(model, own, settings)
+
+
 def _hy3(model: Model, own: Settings, settings: Settings) -> Settings:
     dense = sum(f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors for layer in range(model.num_layers))
     shared = own["expert_shared_feed_forward_length"] // own["expert_feed_forward_length"]
@@ -258,6 +263,7 @@ _QWEN_EXPERTS = _experts(
     group_count="", group_used_count="", first_dense="",
 )  # fmt: skip
 _QWEN_SHARED = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+_PICTURES = {"rope.dimension_sections": "", "n_deepstack_layers": ""}  # by which texts do not differ
 _LOG = ".A_log"  # of which files have the negated exponential
 _DELTA_NAMES = {
     "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
@@ -313,10 +319,8 @@ _SPARSE = replace(
 _DELTA_NET = Architecture(
     name="Qwen3_5ForCausalLM",
     fields={
-        "full_attention_interval": "full_attention_interval",
-        "attention.recurrent_layers": "",
-        "rope.dimension_sections": "",  # of positions in pictures, which those in texts do not differ by
-    },
+        "full_attention_interval": "full_attention_interval", "attention.recurrent_layers": "", **_PICTURES,
+    },  # fmt: skip
     layer_names=_DELTA_NAMES,
     norm_offset=1.0,
     has_tiled_values=True,
@@ -336,6 +340,11 @@ ARCHITECTURES = {
     "qwen3moe": Architecture(
         name="Qwen3MoeForCausalLM", fields=_QWEN_EXPERTS, settings={"norm_topk_prob": True}
     ),  # llama.cpp computes no other
+    "qwen2vl": Architecture(name="Qwen2ForCausalLM", fields=_PICTURES),
+    "qwen3vl": Architecture(name="Qwen3ForCausalLM", fields=_PICTURES),
+    "qwen3vlmoe": Architecture(
+        name="Qwen3MoeForCausalLM", fields={**_QWEN_EXPERTS, **_PICTURES}, settings={"norm_topk_prob": True}
+    ),
     "qwen3next": replace(
         _DELTA_NET, name="Qwen3NextForCausalLM", fields={**_DELTA_NET.fields, **_QWEN_EXPERTS},
         settings={"norm_topk_prob": True}, has_tiled_values=False,
@@ -399,6 +408,24 @@ ARCHITECTURES = {
     "phi3": Architecture(
         name="Phi3ForCausalLM", fields=_WINDOW, complete=_phi3,
         layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "arcee": Architecture(name="ArceeForCausalLM", is_interleaved=True),
+    "hunyuan-dense": Architecture(
+        name="HunYuanDenseV1ForCausalLM",
+        layer_names={"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+    ),
+    "granitemoe": Architecture(
+        name="GraniteMoeForCausalLM",
+        fields={
+            **_GRANITE_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "expert_shared_feed_forward_length": "shared_intermediate_size",
+        },
+        layer_names={
+            "ffn_down_shexp": "shared_mlp.output_linear", "ffn_gate_inp": "block_sparse_moe.router.layer",
+        },
+        is_interleaved=True,
+        has_split_gates=True,
+        complete=_granite_moe,
     ),
     "smollm3": Architecture(name="SmolLM3ForCausalLM", is_interleaved=True),
     "granite": Architecture(
@@ -491,6 +518,24 @@ ARCHITECTURES = {
     "olmoe": Architecture(
         name="OlmoeForCausalLM", fields={"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"},
         settings={"norm_topk_prob": False},
+    ),
+    "exaone-moe": Architecture(
+        name="ExaoneMoeForCausalLM", router=_SIGMOID,
+        fields={**_WINDOW, **_experts("num_experts", shared_count="num_shared_experts")},
+        settings={"n_group": 1, "topk_group": 1},
+    ),
+    "afmoe": Architecture(
+        name="AfmoeForCausalLM", router=_SIGMOID,
+        fields={
+            **_WINDOW, **_experts("num_experts", shared_count="num_shared_experts", weights_scale="route_scale",
+                                  weights_norm="route_norm", first_dense="num_dense_layers"),
+        },
+        settings={"global_attn_every_n_layers": 4, "mup_enabled": True},
+        layer_names={
+            "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj",
+            "ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias",
+        },
     ),
     "exaone4": Architecture(
         name="Exaone4ForCausalLM", fields=_WINDOW, layer_names=_NORMS_AFTER, settings={"sliding_window": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,27 @@ def test_other_layouts_of_a_file(
         write_gguf(folder, tmp_path / "other.gguf", change=change, more=more),
     ]
     assert len({str(answers(file, PROMPTS[::4], executor="eager")) for file in files}) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("qwen2", "Qwen2VLForConditionalGeneration"),
+        ("qwen3", "Qwen3VLForConditionalGeneration"),
+        ("qwen3-moe", "Qwen3VLMoeForConditionalGeneration"),
+    ],
+)
+def test_models_that_see(name: str, own: str, tmp_path: Path) -> None:
+    """Their files are those of the text part, with settings for pictures."""
+    folder = save(make_model(name, **MODELS[name]), tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").symlink_to(folder / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text()) | {"architectures": [own]}
+    (other / "config.json").write_text(json.dumps(settings))
+    more = {"rope.dimension_sections": [4, 3, 3, 0], "n_deepstack_layers": 3}
+    file = write_gguf(other, tmp_path / "model.gguf", more=more)
+    assert answers(file, PROMPTS[::4], executor="eager") == answers(folder, PROMPTS[::4], executor="eager")
 
 
 def test_a_model_in_several_files(tmp_path: Path) -> None:
