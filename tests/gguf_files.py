@@ -34,7 +34,8 @@ ARCHITECTURES = {
     "InternLM3ForCausalLM": "llama", "IQuestCoderForCausalLM": "llama", "YoutuForCausalLM": "deepseek2",
     "DeepseekV32ForCausalLM": "deepseek32", "GlmMoeDsaForCausalLM": "glm-dsa", "HYV3ForCausalLM": "hy_v3",
     "MellumForCausalLM": "mellum", "Gemma3nForCausalLM": "gemma3n",
-    "Gemma4ForCausalLM": "gemma4", "Qwen2VLForConditionalGeneration": "qwen2vl",
+    "Gemma4ForCausalLM": "gemma4", "NemotronHForCausalLM": "nemotron_h_moe",
+    "Qwen2VLForConditionalGeneration": "qwen2vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2vl", "Qwen3VLForConditionalGeneration": "qwen3vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe", "ArceeForCausalLM": "arcee",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense", "GraniteMoeForCausalLM": "granitemoe",
@@ -69,7 +70,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
     "arcee": {}, "hunyuan-dense": {}, "granite-moe": {}, "granite-moe-shared": {}, "exaone-moe": {},
     "afmoe": {"global_attn_every_n_layers": 4, "num_hidden_layers": 5},
-    "gemma3n": {}, "gemma3n-panels": {}, "gemma4": {}, "gemma4-shared": {}, "gemma4-panels": {}, "gemma4-moe": {},
+    "nemotron-h": {}, "nemotron-3": {"hybrid_override_pattern": "MEM*EE*"}, "gemma3n": {}, "gemma3n-panels": {},
+    "gemma4": {}, "gemma4-shared": {}, "gemma4-panels": {}, "gemma4-moe": {},
     "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
     "granite-hybrid-moe": {"mamba_proj_bias": False}, "lfm2": {"conv_bias": False, "block_auto_adjust_ff_dim": False},
     "lfm2-all": {}, "lfm2-moe": {"tie_word_embeddings": True}, "cohere": {"tie_word_embeddings": True}, "cohere2": {},
@@ -84,7 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
 OFFSET = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
-EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT = re.compile(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 STREAM = re.compile(r"model\.altup_(unemb)?(?:ed_)?projections\.(\d+)\.weight")
 EXPERT_NAMES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 
@@ -100,6 +102,8 @@ def permuted(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]
 def settings_of(folder: Path) -> dict[str, Any]:
     """Of a checkpoint, with the size of a head and the kinds of layers."""
     settings = json.loads((folder / "config.json").read_text())
+    if (kinds := settings.get("layers_block_type")) is not None:
+        settings |= {"num_hidden_layers": len(kinds), "layer_types": kinds, "rope_parameters": {"rope_type": "default"}}
     settings["head_dim"] = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     return settings
 
@@ -107,6 +111,8 @@ def settings_of(folder: Path) -> dict[str, Any]:
 def arch_of(settings: dict[str, Any]) -> str:
     """Granite 4.0 without recurrent layers is written as Granite 3."""
     arch = ARCHITECTURES[settings["architectures"][0]]
+    if arch == "nemotron_h_moe" and "moe" not in settings["layer_types"]:
+        return "nemotron_h"
     return "granite" if arch == "granitehybrid" and "linear_attention" not in settings["layer_types"] else arch
 
 
@@ -181,11 +187,11 @@ def parts_of(
         return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
         numbers = numbers[:, 0]
-    if name.endswith((".A_log", "mamba.D")):
+    if name.endswith((".A_log", "mamba.D", "mixer.D")):
         numbers = -np.exp(numbers) if name.endswith("A_log") else numbers
-        numbers = numbers[:, None] if "mamba" in name else numbers
-    if name.endswith("mamba.norm.weight"):
-        numbers = numbers.reshape(settings["mamba_n_groups"], -1)
+        numbers = numbers[:, None] if "linear_attn" not in name else numbers
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        numbers = numbers.reshape(settings.get("mamba_n_groups") or settings["n_groups"], -1)
     if "linear_attn" in name:
         return delta_parts(name, numbers, settings, arch, layer)
     return {name.replace(".dt_bias", ".dt_proj.bias"): numbers}
@@ -325,7 +331,8 @@ FIELDS = {
     "max_position_embeddings": "context_length", "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
-    "layer_norm_eps": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
     "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count", "num_experts": "expert_count",
     "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "moe_num_experts": "expert_count",
     "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
@@ -344,10 +351,12 @@ FIELDS = {
     "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank", "mamba_d_conv": "ssm.conv_kernel",
     "num_kv_shared_layers": "attention.shared_kv_layers", "top_k_experts": "expert_used_count",
-    "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size", "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size",
+    "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip
 SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa")
 WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum")  # and which layers have them
+NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa")
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 
 
@@ -368,7 +377,8 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
     if arch not in (*WINDOWS, "afmoe", "cohere2", "gemma2", "gpt-oss", "phi3"):
         found.pop("attention.sliding_window", None)
-    found["rope.freq_base"] = float(rope["rope_theta"])
+    if "rope_theta" in rope:
+        found["rope.freq_base"] = float(rope["rope_theta"])
     found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
@@ -381,6 +391,18 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     if "llama_4_scaling_beta" in rope:
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
         found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
+    if arch.startswith("nemotron"):
+        inner = settings["moe_intermediate_size" if arch.endswith("moe") else "intermediate_size"]
+        mamba = settings["mamba_num_heads"] * settings["mamba_head_dim"]
+        found |= {
+            "attention.head_count_kv": [kv_heads * (kind == "full_attention") for kind in kinds],
+            "feed_forward_length": [inner * (kind in ("mlp", "moe")) for kind in kinds], "ssm.inner_size": mamba,
+            "ssm.conv_kernel": settings["conv_kernel"], "ssm.state_size": settings["ssm_state_size"],
+            "ssm.group_count": settings["n_groups"], "ssm.time_step_rank": settings["mamba_num_heads"],
+            "expert_shared_feed_forward_length": settings["moe_shared_expert_intermediate_size"],
+        }  # fmt: skip
+    if arch == "nemotron_h":
+        found = {name: value for name, value in found.items() if not name.startswith("expert")}
     if arch in ("afmoe", "exaone-moe"):
         found["expert_shared_count"] = settings["num_shared_experts"]
     if arch == "exaone-moe":
@@ -406,7 +428,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         found["expert_feed_forward_length"] = settings["intermediate_size"]
     if arch in SIGMOID or settings["architectures"][0] in ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"):
         found["expert_gating_func"] = 2
-    if settings.get("norm_topk_prob") is not None and arch in ("dots1", "exaone-moe", "glm4moe", "lfm2moe", *LATENTS):
+    if settings.get("norm_topk_prob") is not None and arch in NORMED:
         found["expert_weights_norm"] = settings["norm_topk_prob"]
     if arch == "ernie4_5-moe":
         found["interleave_moe_layer_step"] = 1
@@ -445,7 +467,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
 
 def gemma4_metadata(settings: dict[str, Any]) -> dict[str, Any]:
     kinds, size = settings["layer_types"], settings["head_dim"]
-    wide = next(iter((settings.get("per_layer_config") or {}).values()), {})
+    wide: dict[str, Any] = next(iter((settings.get("per_layer_config") or {}).values()), {})
     full = settings.get("global_head_dim") or wide.get("head_dim", size)
     heads = settings["num_key_value_heads"]
     others = settings.get("num_global_key_value_heads") or wide.get("num_key_value_heads", heads)

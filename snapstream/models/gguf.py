@@ -48,15 +48,18 @@ _LAYER_NAMES = {
 _OUTER_NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "token_embd_norm": "model.embedding_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection", "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
 }  # fmt: skip
 _STREAMS = {"altup_proj.weight": "altup_projections", "altup_unembd_proj.weight": "altup_unembed_projections"}
-TABLES = ("model.embed_tokens.weight", "lm_head.weight", "model.embed_tokens_per_layer.weight")
+TABLES = ("model.embed_tokens.weight", "model.embeddings.weight", "lm_head.weight",
+          "model.embed_tokens_per_layer.weight")  # fmt: skip
 _LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>[a-z0-9_.]+?)(?:\.(?P<kind>weight|bias))?")
 # Matrices in the dtype of the computation, whatever the type of the others.
-_DENSE = (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight", ".shared_expert_gate.weight", ".conv1d.weight",
+_DENSE = (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight", ".modality_router.weight",
+          ".prediction_coefs.weight", ".correction_coefs.weight", ".shared_expert_gate.weight", ".conv1d.weight",
           ".conv.conv.weight", ".kv_b_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight",
-          ".norm.weight", ".modality_router.weight", "ion_coefs.weight")  # fmt: skip
+          ".norm.weight")  # fmt: skip
 
 
 def config_of(config: ModelConfig, path: Path) -> ModelConfig:
@@ -146,7 +149,7 @@ def _matrix_of(model: Model, name: str) -> str:
     ):  # fmt: skip
         if whole.endswith((f".{gate}", f".{up}")):
             whole = f"{whole.rpartition('.')[0]}.gate_up"
-    if re.search(r"self_attn\.[qkv]_proj$", whole) and "attention.kv_lora_rank" not in model.own:
+    if re.search(r"(self_attn|mixer)\.[qkv]_proj$", whole) and "attention.kv_lora_rank" not in model.own:
         whole = f"{whole.rpartition('.')[0]}.qkv"
     return whole
 
@@ -192,6 +195,7 @@ def _integers(kinds: set[str]) -> WeightFormat | None:
 def _names(model: Model) -> dict[str, str]:
     """Names as in safetensors by those of the file; those not known stay as they are."""
     layers = {**_LAYER_NAMES, **model.architecture.layer_names}
+    outside = {**_OUTER_NAMES, **model.architecture.outer_names}
     predicting = range(model.num_layers, model.own["block_count"])  # several tokens at once: not used here
     found = {}
     for stored in model.tensors:
@@ -206,8 +210,8 @@ def _names(model: Model) -> dict[str, str]:
             found[stored] = prefix + layers[own]
         elif part is not None and part["part"] in layers and part["kind"]:
             found[stored] = f"{prefix}{layers[part['part']]}.{part['kind']}"
-        elif outer in _OUTER_NAMES and kind == "weight":
-            found[stored] = f"{_OUTER_NAMES[outer]}.{kind}"
+        elif outer in outside and kind == "weight":
+            found[stored] = f"{outside[outer]}.{kind}"
         else:
             found[stored] = stored
     return found

@@ -31,6 +31,7 @@ class Architecture:
     settings: Mapping[str, Any] = field(default_factory=dict)  # what holds unless a file says otherwise
     # Of its own tensors, by what follows the layer, with the kind (.weight, .bias) or for both.
     layer_names: Mapping[str, str] = field(default_factory=dict)
+    outer_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside of the layers
     experts: ExpertNames = ExpertNames()
     is_interleaved: bool = False  # files have the rows of q and k so that pairs (0, 1), (2, 3) are rotated
     norm_offset: float = 0.0  # what files have added to the weights of norms
@@ -237,6 +238,22 @@ def _granite_moe(model: Model, own: Settings, settings: Settings) -> Settings:
     return {"architectures": ["GraniteMoeSharedForCausalLM"]} if has_shared else _granite(model, own, settings)
 
 
+def _nemotron_h(model: Model, own: Settings, settings: Settings) -> Settings:
+    """A layer has kv heads, an inner size or neither."""
+    inner, heads = _by_layer(model, "feed_forward_length"), own["ssm.time_step_rank"]
+    has_experts, names = bool(own.get("expert_count")), "".join(model.tensors)
+    return {
+        "layer_types": [
+            ("moe" if has_experts and f"blk.{layer}.ffn_gate_inp.weight" in model.tensors else "mlp") if size else kind
+            for layer, (size, kind) in enumerate(zip(inner, settings["layer_types"], strict=False))
+        ],
+        "intermediate_size": max(inner), "mamba_num_heads": heads, "mamba_head_dim": own["ssm.inner_size"] // heads,
+        "n_groups": own["ssm.group_count"], "ssm_state_size": own["ssm.state_size"],
+        "conv_kernel": own["ssm.conv_kernel"], "use_conv_bias": "ssm_conv1d.bias" in names,
+        "use_bias": "ssm_in.bias" in names, "attention_bias": False, "mlp_bias": False,
+    }  # fmt: skip
+
+
 def _hy3(model: Model, own: Settings, settings: Settings) -> Settings:
     dense = sum(f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors for layer in range(model.num_layers))
     shared = own["expert_shared_feed_forward_length"] // own["expert_feed_forward_length"]
@@ -319,14 +336,40 @@ _SPARSE = replace(
 _DELTA_NET = Architecture(
     name="Qwen3_5ForCausalLM",
     fields={
-        "full_attention_interval": "full_attention_interval", "attention.recurrent_layers": "", **_PICTURES,
+        "full_attention_interval": "full_attention_interval",
+        "attention.recurrent_layers": "",
+        **_PICTURES,
     },  # fmt: skip
     layer_names=_DELTA_NAMES,
     norm_offset=1.0,
     has_tiled_values=True,
     complete=_delta,
 )
+_NEMOTRON_H = Architecture(
+    name="NemotronHForCausalLM",
+    fields={
+        **_experts(), "attention.layer_norm_epsilon": "layer_norm_epsilon", "feed_forward_length": "",
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "moe_latent_size": "moe_latent_size",
+        "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size",
+    },
+    layer_names={
+        "attn_norm": "norm", "ffn_gate_inp": "mixer.gate", "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+        "ssm_dt.bias": "mixer.dt_bias", "ssm_a": f"mixer{_LOG}", "ssm_d": "mixer.D", "ssm_norm": "mixer.norm",
+        "ssm_conv1d": "mixer.conv1d", "ssm_in": "mixer.in_proj", "ssm_out": "mixer.out_proj",
+        "attn_output": "mixer.o_proj", "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        **{f"attn_{name}": f"mixer.{name}_proj" for name in "qkv"},
+        **{f"ffn_{name}": f"mixer.{name}_proj" for name in ("up", "down")},
+    },
+    outer_names={"token_embd": "model.embeddings", "output_norm": "model.norm_f"},
+    experts=ExpertNames(prefix="mixer"),
+    router=None,
+    layer_types=("mamba", "attention"),
+    complete=_nemotron_h,
+)  # fmt: skip
 ARCHITECTURES = {
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "llama": Architecture(name="LlamaForCausalLM", is_interleaved=True),
     "mistral3": Architecture(
         name="Ministral3ForCausalLM", is_interleaved=True, complete=_ministral,
