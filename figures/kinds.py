@@ -44,7 +44,9 @@ def section() -> str:
 
 
 def _gguf(name: str) -> str:
-    """The architecture of its files: that of its text part; of Granite 4.0 without recurrent layers Granite 3's."""
+    """The architecture of its files: that of its text part; of Granite 4.0 without recurrent layers Granite 3's, of
+    Nemotron-H without experts another.
+    """
     found = ARCHITECTURES.get(_TEXT_PARTS.get(name, name), "")
-    names = [found, "granite"] if found == "granitehybrid" else [found] if found else []
-    return ", ".join(f"`{own}`" for own in names)
+    more = {"granitehybrid": "granite", "nemotron_h_moe": "nemotron_h"}
+    return ", ".join(f"`{own}`" for own in (found, more.get(found)) if own)

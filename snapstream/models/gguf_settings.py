@@ -368,8 +368,6 @@ _NEMOTRON_H = Architecture(
     complete=_nemotron_h,
 )  # fmt: skip
 ARCHITECTURES = {
-    "nemotron_h": _NEMOTRON_H,
-    "nemotron_h_moe": _NEMOTRON_H,
     "llama": Architecture(name="LlamaForCausalLM", is_interleaved=True),
     "mistral3": Architecture(
         name="Ministral3ForCausalLM", is_interleaved=True, complete=_ministral,
@@ -492,6 +490,8 @@ ARCHITECTURES = {
         has_split_gates=True,
         complete=_granite_hybrid,
     ),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
     "lfm2": _LFM,
     "lfm2moe": replace(
         _LFM, name="Lfm2MoeForCausalLM", experts=ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2"),
