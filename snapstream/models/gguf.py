@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
 from snapstream.config.weights import SUB_BLOCK, stack_name
+from snapstream.models.gguf_architectures import Model
 from snapstream.models.gguf_header import FLOATS, Tensor, first_file
-from snapstream.models.gguf_settings import ROPE_TABLES, Model, open_model, settings_of
+from snapstream.models.gguf_settings import ROPE_TABLES, open_model, settings_of
 
 if TYPE_CHECKING:
     import numpy as np

@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from snapstream import LLM, Grammar, SamplingParams
 from snapstream.cli.app import main
 from snapstream.kernels.groups import dequantize, dequantize_uint4
-from snapstream.models import gguf, gguf_settings
+from snapstream.models import gguf, gguf_architectures
 from snapstream.models.checkpoint import check_checkpoint, load_weights
 from snapstream.models.config_json import fingerprint
 from snapstream.models.gguf_header import DEQUANTIZED, read_header, shortest
@@ -351,7 +351,7 @@ def test_end_tokens(folder: Path, tmp_path: Path) -> None:
 
 def test_every_architecture_is_in_the_tests_data() -> None:
     """``MODELS`` and gpt-oss, which tests/parity/test_gguf.py reads, and the table of docs/models.md."""
-    assert {*ARCHITECTURES.values(), "nemotron_h"} == set(gguf_settings.ARCHITECTURES)
+    assert {*ARCHITECTURES.values(), "nemotron_h"} == set(gguf_architectures.ARCHITECTURES)
 
 
 # Wrong input.
