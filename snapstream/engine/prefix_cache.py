@@ -200,11 +200,12 @@ class PrefixIndex:
         self.num_written += len(own)
         return Reservation(first, tuple(own))
 
-    def commit(self, reservation: Reservation) -> None:
-        """The job has filled its blocks."""
+    def commit(self, reservation: Reservation, *, holds: bool = False) -> None:
+        """The job has filled its blocks. ``holds``: they are not evicted until ``release``."""
         self.num_written -= len(reservation.nodes)
         for node in reversed(reservation.nodes):
             node.is_ready = True
+            node.num_users += holds
             if node.is_lost:
                 heappush(self._free, node.number)
             else:
@@ -570,8 +571,7 @@ class PrefixLookup:
 
     def close(self, live: LiveRequest, *, is_done: bool) -> None:
         """Its job has ended, or was dropped."""
-        held = self._held.pop(live, None)
-        if held is None:
+        if (held := self._held.pop(live, None)) is None:
             return
         self.index.release(held.restored)
         if is_done:
@@ -590,12 +590,11 @@ class PrefixLookup:
         None if there are none, or if the row lacks the exact keys and values of a token, or has them in another order.
         """
         live, token_ids = sample.request, sample.output.token_ids
-        if live.request.is_prefilled_remotely or not live.stores_answer:
-            return None
         num_tokens = live.num_tokens + len(token_ids) - 1  # that were fed; the last one may not have been
         # A step whose result was not read may have written one more token, and those that were drafted for it.
         num_written = num_tokens + 1 + self._num_drafted
-        if num_tokens < self._least or num_tokens > self._longest:
+        is_stored = live.stores_answer and not live.request.is_prefilled_remotely
+        if not is_stored or not self._least <= num_tokens <= self._longest:
             return None
         ids = (*live.request.prompt_token_ids, *token_ids[:-1])
         chain = chain_of(ids, self._block_len)
@@ -609,7 +608,7 @@ class PrefixLookup:
         reservation = self.index.reserve(live.request.namespace, chain, "answer")
         if not reservation.nodes:
             return None
-        self.index.commit(reservation)  # plans run in order
+        self.index.commit(reservation, holds=True)  # plans run in order, but reads from disk must not take these yet
         num_saved = len(reservation.nodes) * self._block_len
         self._stats.saved += num_saved
         self._stats.saved_answers += num_saved
@@ -628,6 +627,7 @@ class PrefixLookup:
 
     def answer_written(self, answer: StoredAnswer) -> None:
         """The result of the step that saved a row was read: write its blocks to disk."""
+        self.index.release(answer.reservation.nodes)
         if self._disk is not None:
             self._disk.write(answer.namespace, answer.chain, answer.reservation, {})
 

@@ -598,6 +598,19 @@ def test_the_disk_gives_back_what_memory_forgot(model: Path, tmp_path: Path) -> 
     assert found[:2] == [56, 56] and min(found) > 0
 
 
+def test_what_is_read_from_the_disk_takes_no_block_of_an_answer_that_was_not_copied_yet(
+    model: Path, tmp_path: Path
+) -> None:
+    """Memory for little more than one conversation: as it ends, the prompt that waits for its row is read."""
+    settings = {"budget": "full", "max_rows": 1}
+    with disk(model, tmp_path / "store", **settings) as llm:
+        cold = answer(llm, ids(60))
+    with disk(model, tmp_path / "store", prefix_store=small(model, 8), **settings) as llm:
+        _, warm = llm.generate([ids(20, seed=8), ids(60)], [replace(GREEDY, max_tokens=30), GREEDY])
+    assert warm.cached_tokens > 0
+    same(cold, warm, exact=True)
+
+
 def damaged(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
