@@ -35,6 +35,8 @@ ARCHITECTURES = {
     "DeepseekV32ForCausalLM": "deepseek32", "GlmMoeDsaForCausalLM": "glm-dsa", "HYV3ForCausalLM": "hy_v3",
     "MellumForCausalLM": "mellum", "Gemma3nForCausalLM": "gemma3n",
     "Gemma4ForCausalLM": "gemma4", "NemotronHForCausalLM": "nemotron_h_moe",
+    "Starcoder2ForCausalLM": "starcoder2", "PhiForCausalLM": "phi2", "StableLmForCausalLM": "stablelm",
+    "NemotronForCausalLM": "nemotron",
     "Qwen2VLForConditionalGeneration": "qwen2vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2vl", "Qwen3VLForConditionalGeneration": "qwen3vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe", "ArceeForCausalLM": "arcee",
@@ -70,7 +72,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 20}, "gemma3-panels": {"query_pre_attn_scalar": 32},
     "arcee": {}, "hunyuan-dense": {}, "granite-moe": {}, "granite-moe-shared": {}, "exaone-moe": {},
     "afmoe": {"global_attn_every_n_layers": 4, "num_hidden_layers": 5},
-    "nemotron-h": {}, "nemotron-3": {"hybrid_override_pattern": "MEM*EE*"}, "gemma3n": {}, "gemma3n-panels": {},
+    "starcoder2": {"sliding_window": 4096}, "starcoder2-plain": {"sliding_window": 4096}, "phi": {}, "stablelm": {},
+    "stablelm-parallel": {}, "minitron": {}, "nemotron-h": {}, "nemotron-3": {"hybrid_override_pattern": "MEM*EE*"},
+    "gemma3n": {}, "gemma3n-panels": {},
     "gemma4": {}, "gemma4-shared": {}, "gemma4-panels": {}, "gemma4-moe": {},
     "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
     "granite-hybrid-moe": {"mamba_proj_bias": False}, "lfm2": {"conv_bias": False, "block_auto_adjust_ff_dim": False},
@@ -84,7 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mellum": {"norm_topk_prob": True},
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
-OFFSET = ("gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
+OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 STREAM = re.compile(r"model\.altup_(unemb)?(?:ed_)?projections\.(\d+)\.weight")
@@ -332,7 +336,9 @@ FIELDS = {
     "intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon", "norm_eps": "attention.layer_norm_rms_epsilon",
     "layer_norm_eps": "attention.layer_norm_epsilon",
-    "layer_norm_epsilon": "attention.layer_norm_epsilon", "sliding_window": "attention.sliding_window",
+    "layer_norm_epsilon": "attention.layer_norm_epsilon",
+    "norm_epsilon": "attention.layer_norm_epsilon", "use_parallel_residual": "use_parallel_residual",
+    "sliding_window": "attention.sliding_window",
     "num_experts_per_tok": "expert_used_count", "moe_k": "expert_used_count", "num_experts": "expert_count",
     "num_local_experts": "expert_count", "n_routed_experts": "expert_count", "moe_num_experts": "expert_count",
     "moe_intermediate_size": "expert_feed_forward_length", "n_shared_experts": "expert_shared_count",
@@ -391,7 +397,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     if "llama_4_scaling_beta" in rope:
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
         found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
-    if arch.startswith("nemotron"):
+    if arch.startswith("nemotron_h"):
         inner = settings["moe_intermediate_size" if arch.endswith("moe") else "intermediate_size"]
         mamba = settings["mamba_num_heads"] * settings["mamba_head_dim"]
         found |= {
@@ -401,6 +407,8 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
             "ssm.group_count": settings["n_groups"], "ssm.time_step_rank": settings["mamba_num_heads"],
             "expert_shared_feed_forward_length": settings["moe_shared_expert_intermediate_size"],
         }  # fmt: skip
+    if arch == "nemotron":
+        found["attention.layer_norm_epsilon"] = settings["norm_eps"]
     if arch == "nemotron_h":
         found = {name: value for name, value in found.items() if not name.startswith("expert")}
     if arch in ("afmoe", "exaone-moe"):

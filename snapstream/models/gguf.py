@@ -211,7 +211,7 @@ def _names(model: Model) -> dict[str, str]:
             found[stored] = prefix + layers[own]
         elif part is not None and part["part"] in layers and part["kind"]:
             found[stored] = f"{prefix}{layers[part['part']]}.{part['kind']}"
-        elif outer in outside and kind == "weight":
+        elif outer in outside and kind in ("weight", "bias"):
             found[stored] = f"{outside[outer]}.{kind}"
         else:
             found[stored] = stored

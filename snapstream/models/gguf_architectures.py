@@ -278,6 +278,12 @@ def _nemotron_h(model: Model, own: Settings, settings: Settings) -> Settings:
     }  # fmt: skip
 
 
+def _stablelm(model: Model, own: Settings, settings: Settings) -> Settings:
+    if model.has("attn_q_norm.weight"):
+        raise ValueError(f"{model.header.file}: norms of heads (StableLM 2 12B) are read of safetensors only")
+    return {"use_qkv_bias": settings["attention_bias"]}
+
+
 def _hy3(model: Model, own: Settings, settings: Settings) -> Settings:
     dense = sum(f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors for layer in range(model.num_layers))
     shared = own["expert_shared_feed_forward_length"] // own["expert_feed_forward_length"]
@@ -296,6 +302,7 @@ def _ministral(model: Model, own: Settings, settings: Settings) -> Settings:
 _SIGMOID = 2
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_LAYER_NORM = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 _PER_LAYER_NAMES = {
     "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
 }  # fmt: skip
@@ -333,7 +340,7 @@ _GRANITE_FIELDS = {
 }  # fmt: skip
 _COHERE = Architecture(
     name="CohereForCausalLM",
-    fields={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+    fields={**_LAYER_NORM, "logit_scale": "logit_scale"},
     is_interleaved=True,
 )
 _DEEPSEEK = Architecture(
@@ -491,6 +498,22 @@ ARCHITECTURES = {
         is_interleaved=True,
         has_split_gates=True,
         complete=_granite_moe,
+    ),
+    "starcoder2": Architecture(
+        name="Starcoder2ForCausalLM", fields={"attention.layer_norm_epsilon": "norm_epsilon"},
+        settings={"sliding_window": 4096},  # of all of them, and not in the files
+        layer_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+    ),
+    "phi2": Architecture(
+        name="PhiForCausalLM", fields=_LAYER_NORM, outer_names={"output_norm": "model.final_layernorm"},
+        layer_names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+    ),
+    "stablelm": Architecture(
+        name="StableLmForCausalLM", fields={**_LAYER_NORM, "use_parallel_residual": "use_parallel_residual"},
+        complete=_stablelm,
+    ),
+    "nemotron": Architecture(
+        name="NemotronForCausalLM", fields={"attention.layer_norm_epsilon": "norm_eps"}, norm_offset=1.0
     ),
     "smollm3": Architecture(name="SmolLM3ForCausalLM", is_interleaved=True),
     "granite": Architecture(

@@ -91,7 +91,7 @@ def settings_of(path: Path) -> Settings:
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "attention_bias": has_bias,
         "attention_out_bias": model.has("attn_output.bias"),
-        "mlp_bias": model.has("ffn_gate.bias"),
+        "mlp_bias": model.has("ffn_up.bias"),
         "use_bias": has_bias,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(model.header),

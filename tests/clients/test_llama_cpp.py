@@ -104,7 +104,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek-v3.2": {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1}, "glm-5": {**_LATENT, **_SPARSE},
     "arcee": {"attention_bias": False}, 
     "exaone-moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
-    "nemotron-h": {"use_bias": False},
+    "nemotron-h": {"use_bias": False}, "starcoder2-plain": {"use_bias": True}, "minitron": {"head_dim": 12},
     "nemotron-3": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "use_conv_bias": True},
     "gemma4-shared": {"num_kv_shared_layers": 2}, "gemma3n": _GEMMA3N, "gemma3n-panels": _GEMMA3N,
     "youtu": _LATENT, "mellum": {"rope_parameters": _MELLUM},

@@ -244,6 +244,7 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
      {"mamba_head_dim": 64, "mamba_num_heads": 8, "moe_intermediate_size": 256, "num_attention_heads": 8,
       "moe_shared_expert_intermediate_size": 512},
      {"mamba_in": UINT4, "mamba_out": UINT4, "experts_down": UINT4, "embed": FINE, f"{MIXED}.1": FINE}),
+    ("starcoder2", {"attn_v": "Q6_K", "": "Q4_K"}, {"num_attention_heads": 8}, {f"{MIXED}.1": FINE, "down": UINT4}),
     ("gemma4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "down": INT4, "experts_gate_up": INT4, "experts_down": INT4}),
     ("qwen3.5", {"0.ssm_out": "Q8_0", "attn_gate": "Q8_0", "": "Q4_1"}, DELTA | {"num_hidden_layers": 4},
      {"delta_in": INT8, "delta_out.int8-32": INT8, "delta_out.uint4-32": UINT4}),
