@@ -350,6 +350,8 @@ class Engine:
             self._transfers.issue(live)
         if previous is not None:
             self._handle_result(previous[0], previous[1].result())
+        if self._prefixes is not None:
+            self._prefixes.start_reads(is_idle=self._pending is None)
         return self._take_outputs()
 
     def _poll_transfers(self) -> None:

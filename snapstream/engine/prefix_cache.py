@@ -200,12 +200,11 @@ class PrefixIndex:
         self.num_written += len(own)
         return Reservation(first, tuple(own))
 
-    def commit(self, reservation: Reservation, *, holds: bool = False) -> None:
-        """The job has filled its blocks. ``holds``: they are not evicted until ``release``."""
+    def commit(self, reservation: Reservation) -> None:
+        """The job has filled its blocks."""
         self.num_written -= len(reservation.nodes)
         for node in reversed(reservation.nodes):
             node.is_ready = True
-            node.num_users += holds
             if node.is_lost:
                 heappush(self._free, node.number)
             else:
@@ -291,7 +290,9 @@ MOST_PINNED = 0.5  # share of the blocks that may wait to be written; others sta
 class _Read:
     reservation: Reservation
     snapshot: tuple[Node, int] | None  # that is read after the blocks: its node and number
-    done: Future[int]  # the number of these that could be read, from the first on
+    wanted: tuple[StoredBlock, ...]
+    is_older: bool = False  # than the plan of the step in flight
+    done: Future[int] | None = None  # the number of blocks that could be read, from the first on; None: not started
 
 
 @dataclass(slots=True, eq=False)
@@ -304,7 +305,8 @@ class DiskTransfers:
     """Reads and writes in progress.
 
     A prompt whose blocks are on disk waits for them as for a job that computes them. Blocks are written once the result
-    of the step that filled them has been read, and stay in memory until then.
+    of the step that filled them has been read, and stay in memory until then. A read takes blocks that steps up to the
+    one then planned may still read or fill, so it starts when the result of that step has been read.
     """
 
     def __init__(self, index: PrefixIndex, tier: PrefixTier) -> None:
@@ -313,8 +315,8 @@ class DiskTransfers:
         self._writes: list[_Write] = []
 
     def fetch(self, namespace: str, chain: Chain, num_known: int, least: int) -> Node | None:
-        """Start to read the blocks that follow the ``num_known`` ones in memory that are of use, if that makes at least
-        ``least`` blocks; the last node that is read, or None. With recurrent layers they end with a snapshot.
+        """Reserve a read of the blocks that follow the ``num_known`` ones in memory that are of use, if that makes at
+        least ``least`` blocks; the last node that is read, or None. With recurrent layers they end with a snapshot.
         """
         names, path = self._tier.names(namespace, chain), self._index.path(namespace, chain)
         end, states = len(path), tuple[str, ...]()
@@ -341,8 +343,15 @@ class DiskTransfers:
             wanted.append(StoredBlock(number, states[end - 1], nodes[-1].tokens, is_snapshot=True))
         if not wanted:
             return None
-        self._reads.append(_Read(reservation, snapshot, self._tier.load(tuple(wanted))))
+        self._reads.append(_Read(reservation, snapshot, tuple(wanted)))
         return nodes[-1]
+
+    def start(self, *, is_idle: bool) -> None:
+        """The result of the step before the one in flight has been read; ``is_idle``: no step is in flight."""
+        for read in self._reads:
+            if read.done is None and (is_idle or read.is_older):
+                read.done = self._tier.load(read.wanted)
+            read.is_older = True
 
     def write(
         self, namespace: str, chain: Chain, reservation: Reservation, snapshots: Mapping[int, tuple[Node, int]]
@@ -368,7 +377,7 @@ class DiskTransfers:
     def poll(self) -> None:
         """Handle what has ended."""
         for read in list(self._reads):
-            if read.done.done():
+            if read.done is not None and read.done.done():
                 self._reads.remove(read)
                 first, nodes, num_right = read.reservation.first, read.reservation.nodes, read.done.result()
                 self._index.commit(Reservation(first, nodes[:num_right]))
@@ -381,9 +390,10 @@ class DiskTransfers:
                 self._index.release([write.node])
 
     def wait(self) -> None:
-        """Wait up to ``DISK_WAIT_S`` for a read, if there is one."""
+        """No step is in flight: wait up to ``DISK_WAIT_S`` for a read, if there is one."""
+        self.start(is_idle=True)
         if self._reads:
-            wait([read.done for read in self._reads], DISK_WAIT_S, FIRST_COMPLETED)
+            wait([read.done for read in self._reads if read.done is not None], DISK_WAIT_S, FIRST_COMPLETED)
 
 
 @dataclass(slots=True)
@@ -608,7 +618,7 @@ class PrefixLookup:
         reservation = self.index.reserve(live.request.namespace, chain, "answer")
         if not reservation.nodes:
             return None
-        self.index.commit(reservation, holds=True)  # plans run in order, but reads from disk must not take these yet
+        self.index.commit(reservation)  # plans run in order
         num_saved = len(reservation.nodes) * self._block_len
         self._stats.saved += num_saved
         self._stats.saved_answers += num_saved
@@ -627,7 +637,6 @@ class PrefixLookup:
 
     def answer_written(self, answer: StoredAnswer) -> None:
         """The result of the step that saved a row was read: write its blocks to disk."""
-        self.index.release(answer.reservation.nodes)
         if self._disk is not None:
             self._disk.write(answer.namespace, answer.chain, answer.reservation, {})
 
@@ -640,6 +649,11 @@ class PrefixLookup:
     def poll(self) -> None:
         if self._disk is not None:
             self._disk.poll()
+
+    def start_reads(self, *, is_idle: bool) -> None:
+        """See ``DiskTransfers.start``."""
+        if self._disk is not None:
+            self._disk.start(is_idle=is_idle)
 
     def wait_for_disk(self) -> None:
         """The engine has nothing else to do: wait for a read, if there is one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from snapstream.config import Chunking, EngineConfig, KVBudget, PrefixStoreConfi
 from snapstream.engine.core import IDLE_ID, Engine
 from snapstream.engine.prefix_cache import Node, PrefixIndex, PrefixStats, Reservation, chain_of
 from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.step import StoredBlock
 from snapstream.types import Request, RequestOutput, SamplingParams
 from tests.engine.alone import VOCAB_SIZE, LetterTokenizer, run_alone
 from tests.engine.build import abort, config_of, drain, engine_of
@@ -411,3 +413,64 @@ def test_blocks_that_come_over_a_link_are_waited_for_layer_by_layer() -> None:
     ranges = [unit for plan in runner.plans for unit in plan.units if unit.job_id == job]
     assert sum(unit.count for unit in ranges) == 10 and len(ranges) >= 2
     assert all(unit.first % 5 + unit.count <= 5 for unit in ranges), "units of two layers in one step"
+
+
+@dataclass(eq=False)
+class FakeDisk:
+    """Keeps names, and checks that nothing that was planned before a read was asked for may still fill its blocks."""
+
+    runner: FakeRunner
+    kept: set[str] = field(default_factory=set)
+    num_read: int = 0
+    asked: dict[str, int] = field(default_factory=dict)  # by name: the step that was planned then
+
+    def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
+        return tuple(repr(tuple(chain[:end])) for end in range(1, len(chain) + 1))
+
+    def has(self, name: str) -> bool:
+        self.asked[name] = len(self.runner.plans)
+        return name in self.kept
+
+    def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
+        for block in wanted:
+            assert all(pending.answer.step_id > self.asked[block.name] for pending in self.runner.unread)
+        self.num_read += len(wanted)
+        return self._done(len(wanted))
+
+    def save(self, block: StoredBlock) -> Future[int]:
+        self.kept.add(block.name)
+        return self._done(1)
+
+    def forget(self, namespace: str | None) -> None:
+        self.kept.clear()
+
+    def close(self) -> None:
+        pass
+
+    def _done(self, count: int) -> Future[int]:
+        done: Future[int] = Future()
+        done.set_result(count)
+        return done
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_read_from_the_disk_waits_for_steps_that_may_still_fill_its_blocks(seed: int) -> None:
+    """Many prompts, aborts among them, in memory for few of their blocks."""
+    draw, disks = random.Random(seed), list[FakeDisk]()
+
+    def with_disk(runner: FakeRunner) -> FakeRunner:
+        disks.append(FakeDisk(runner))
+        runner.prefix_tier = disks[0]
+        return runner
+
+    engine, runner = engine_of(store_config(12), around=with_disk)
+    prompts = [tuple(draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randrange(8, 30))) for _ in range(6)]
+    for turn in range(60):
+        sampling = SamplingParams(max_tokens=draw.randrange(1, 8), seed=0, ignore_eos=True)
+        engine.add_request(Request(request_id=str(turn), prompt_token_ids=draw.choice(prompts), sampling=sampling))
+        for _ in range(draw.randrange(4)):
+            engine.step()
+        if draw.random() < 0.2:
+            abort(engine, runner, str(draw.randrange(turn + 1)))
+    drain(engine)
+    assert disks[0].num_read > 5
