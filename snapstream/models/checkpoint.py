@@ -440,10 +440,9 @@ def _fill_quantized(
         scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
         bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
     target = weights.matrices[part.target]
-    cuts_groups = outer != cut or target.shape[-1] % form.group != 0  # of a layer, where one tensor holds all of them
-    if not cuts_groups and (
-        not target.form.is_quantized or (target.form.dtype, target.form.group) == (form.dtype, form.group)
-    ):
+    is_one = form.is_fp8 or target.shape[-1] % form.group == 0  # else groups lie across layers that one tensor holds
+    is_kept = not target.form.is_quantized or (target.form.dtype, target.form.group) == (form.dtype, form.group)
+    if outer == cut and is_one and is_kept:
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
     else:  # the shard cuts through groups, and is stored as floats; or another format was asked for
         numbers = decode(values, scales, form)

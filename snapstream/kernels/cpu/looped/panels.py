@@ -114,7 +114,9 @@ def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: 
         codes = halves[..., 0, :] | halves[..., 1, :] << 4
     lines = codes.reshape(len(codes), num_groups, units, _ROW).permute(1, 2, 0, 3)  # [groups, units, n, 4]
     size = min(scales.itemsize, 2)  # bytes; of uint4 those of a scale and a minimum
-    heads = scales.t().contiguous().view(torch.uint8).view(num_groups, len(scales), scales.itemsize // size, size)
+    heads = (
+        scales.t().contiguous().flatten().view(torch.uint8).view(num_groups, len(scales), scales.itemsize // size, size)
+    )
     own_heads = panels[:, :, :head].unflatten(2, (-1, PANEL, size))  # [P, groups, 1 or 2, 32, size]
     own_lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW))  # [P, groups, units, 32, 4]
     done = 0
