@@ -19,8 +19,11 @@ DEEP = (
     "peers_all_lfm2-100m_4096", "peers_all_qwen3.5-100m_4096", "peers_all_granite-h-100m_4096",
     "peers_all_qwen3.5-100m_4096_8rows", "peers_all_lfm2-100m_32768",
 )  # fmt: skip
-ENGINES = ("peers_all_100m", "peers_all_100m_avx2", *HYBRIDS, *DEEP)
-FILES = ("peers_llama_bench_avx2", "peers_llama_bench_depths_avx2", "peers_llama_bench_mixture_avx2")
+ENGINES = ("peers_all_100m", "peers_all_100m_avx2", "peers_all_100m_intel", *HYBRIDS, *DEEP)
+FILES = (
+    "peers_llama_bench_avx2", "peers_llama_bench_intel", "peers_llama_bench_depths_avx2",
+    "peers_llama_bench_mixture_avx2",
+)  # fmt: skip
 LADDERS = ("looping_avx2", "looping_intel")
 # Where a result is not called as its benchmark.
 COMMANDS = (
