@@ -440,9 +440,9 @@ def _fill_quantized(
         scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
         bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
     target = weights.matrices[part.target]
-    is_one = form.is_fp8 or target.shape[-1] % form.group == 0  # else groups lie across layers that one tensor holds
+    is_whole = form.is_fp8 or target.shape[-1] % form.group == 0  # else groups reach into the next layer
     is_kept = not target.form.is_quantized or (target.form.dtype, target.form.group) == (form.dtype, form.group)
-    if outer == cut and is_one and is_kept:
+    if outer == cut and is_whole and is_kept:
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
     else:  # the shard cuts through groups, and is stored as floats; or another format was asked for
         numbers = decode(values, scales, form)

@@ -86,8 +86,12 @@ class Model:
             return list(struct.unpack(f"<{tensor.shape[0]}f", opened.read(tensor.num_bytes)))
 
     def numbers(self, key: str) -> Sequence[float]:
-        """An array of the settings of the architecture."""
-        return self.header.numbers(f"{self.header.metadata['general.architecture']}.{key}")
+        """Of every layer, from an array of the settings of the architecture."""
+        name = f"{self.header.metadata['general.architecture']}.{key}"
+        found = self.header.numbers(name)[: self.num_layers]
+        if len(found) < self.num_layers:
+            raise ValueError(f"{self.header.file}: {name} has {len(found)} numbers for {self.num_layers} layers")
+        return found
 
     def by_layer(self, key: str) -> list[int]:
         """A setting of every layer, whether the file has one number or an array."""
@@ -96,7 +100,7 @@ class Model:
 
     def kinds(self, key: str, some: str, none: str) -> list[str]:
         """Of every layer, by whether its number in an array is zero."""
-        return [some if number else none for number in self.numbers(key)[: self.num_layers]]
+        return [some if number else none for number in self.numbers(key)]
 
 
 def _experts(count: str = "n_routed_experts", **changes: str) -> dict[str, str]:
@@ -214,8 +218,8 @@ def _gemma3n(model: Model, own: Settings, settings: Settings) -> Settings:
     normal = NormalDist()
     return {
         **dict(zip(("vocab_size_per_layer_input", "laurel_rank"), rows, strict=True)),
-        "activation_sparsity_pattern": [normal.cdf(own) for own in quantiles[: model.num_layers]],
-        "intermediate_size": model.by_layer("feed_forward_length")[: model.num_layers],
+        "activation_sparsity_pattern": [normal.cdf(own) for own in quantiles],
+        "intermediate_size": model.by_layer("feed_forward_length"),
     }
 
 
@@ -258,8 +262,8 @@ def _granite(model: Model, own: Settings, settings: Settings) -> Settings:
 
 
 def _granite_moe(model: Model, own: Settings, settings: Settings) -> Settings:
-    has_shared = bool(own.get("expert_shared_feed_forward_length"))
-    return {"architectures": ["GraniteMoeSharedForCausalLM"]} if has_shared else _granite(model, own, settings)
+    found, has_shared = _granite(model, own, settings), own.get("expert_shared_feed_forward_length")
+    return found | ({"architectures": ["GraniteMoeSharedForCausalLM"]} if has_shared else {})
 
 
 def _nemotron_h(model: Model, own: Settings, settings: Settings) -> Settings:
@@ -337,6 +341,10 @@ _LFM = Architecture(
 _GRANITE_FIELDS = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+_GRANITE_MOE_FIELDS = {
+    **_GRANITE_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
 }  # fmt: skip
 _COHERE = Architecture(
     name="CohereForCausalLM",
@@ -488,10 +496,7 @@ ARCHITECTURES = {
     ),
     "granitemoe": Architecture(
         name="GraniteMoeForCausalLM",
-        fields={
-            **_GRANITE_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
-        },
+        fields=_GRANITE_MOE_FIELDS,
         layer_names={
             "ffn_down_shexp": "shared_mlp.output_linear", "ffn_gate_inp": "block_sparse_moe.router.layer",
         },
@@ -521,10 +526,7 @@ ARCHITECTURES = {
     ),
     "granitehybrid": Architecture(
         name="GraniteMoeHybridForCausalLM",
-        fields={
-            **_GRANITE_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_shared_feed_forward_length": "shared_intermediate_size",
-        },
+        fields=_GRANITE_MOE_FIELDS,
         layer_names={
             "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias",
             "ssm_a": f"mamba{_LOG}", "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",

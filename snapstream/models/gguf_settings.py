@@ -122,7 +122,7 @@ def settings_of(path: Path) -> Settings:
     if architecture.complete is not None:
         try:
             settings |= architecture.complete(model, own, settings)
-        except (KeyError, TypeError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
             raise ValueError(f"{path}: settings of {prefix[:-1]} are missing or wrong: {error}") from None
     return settings
 

@@ -248,10 +248,8 @@ SMOLLM3 = Family(
 
 CHUNKED = "chunked_attention"
 LLAMA4_NAMES = {
-    "mlp.gate.": "feed_forward.router.",
-    "mlp.": "feed_forward.",
-    ".shared_experts.": ".shared_expert.",
-}
+    "mlp.gate.": "feed_forward.router.", "mlp.": "feed_forward.", ".shared_experts.": ".shared_expert.",
+}  # fmt: skip
 
 
 def _llama4_settings(settings: Settings) -> Settings:
