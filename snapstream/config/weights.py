@@ -71,6 +71,11 @@ class WeightFormat:
         return self.dtype == "uint4"
 
     @property
+    def is_integer(self) -> bool:
+        """Integers in groups, whose products may take integers."""
+        return self.is_quantized and not self.is_fp8 and not self.is_mxfp4
+
+    @property
     def bits(self) -> int:
         """Of a number, without its share of a scale."""
         return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
@@ -112,6 +117,19 @@ class WeightFormats:
         finer = _form("int8", DEFAULT_GROUP)
         return cls(layers=layers, tables=finer, attention=finer if width == "int4" else None)
 
+    @property
+    def has_integers(self) -> bool:
+        """Whether matrices of the layers are integers in groups."""
+        return any(form.is_integer for form in (self.layers, *self.own))
+
+    @property
+    def decode_inputs(self) -> Literal["bfloat16", "int8"] | None:
+        """What decode rounds inputs of the layers' GEMMs to."""
+        rounding = [form for form in (self.layers, *self.own) if form.rounds_inputs]
+        if any(form.is_integer for form in rounding):
+            return "int8"
+        return "bfloat16" if rounding else None
+
     def describe(self) -> str:
         """``bfloat16``, or ``int4 in groups of 32, attention, embedding and head int8 in groups of 32``."""
         named = {"attention": self.attention, "embedding and head": self.tables}
@@ -122,8 +140,8 @@ class WeightFormats:
         kept = " and ".join(form.describe() for form in self.own)
         first = f"{kept} as stored, other layers {self.layers.describe()}" if kept else self.layers.describe()
         words = ", ".join([first, *(f"{', '.join(names)} {form}" for form, names in others.items())])
-        prefill = {"bfloat16": "bf16", "int8": "int8", None: ""}[self.prefill_inputs]
-        decode = ("int8" if self.layers.is_quantized else "bf16") if self.layers.rounds_inputs else ""
+        short = {"bfloat16": "bf16", "int8": "int8", None: ""}
+        prefill, decode = short[self.prefill_inputs], short[self.decode_inputs]
         if prefill == decode:
             return f"{words}; inputs {decode}" if decode else words
         parts = {"decode": decode, "prefill": prefill}

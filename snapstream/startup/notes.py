@@ -79,8 +79,8 @@ def describe_inputs(config: EngineConfig) -> str:
     """Whether GEMMs of prefill, and of decode with them, round their inputs."""
     if config.weights is None or config.weights.prefill_inputs is None:
         return ""
-    inputs, layers = config.weights.prefill_inputs, config.weights.layers
-    who = "prefill and decode" if layers.rounds_inputs and layers.is_quantized == (inputs == "int8") else "prefill"
+    inputs = config.weights.prefill_inputs
+    who = "prefill and decode" if config.weights.decode_inputs == inputs else "prefill"
     return f"{who}: {inputs} inputs, faster here (--activations dtype: float32)"
 
 

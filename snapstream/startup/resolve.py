@@ -116,12 +116,13 @@ def _with_rounded_inputs(
     formats = config.weights
     if formats is None or options.activations != "auto" or config.dtype != "float32":
         return config
-    if (stored := formats.layers.dtype) not in ("bfloat16", "float16", "int8", "int4"):
+    if not formats.has_integers and formats.layers.dtype not in ("bfloat16", "float16"):
         return config
-    rounds_to_bf16 = machine.gains_by_bf16 and stored != "float16"  # which has more bits
+    is_float16 = formats.layers.dtype == "float16" and not formats.has_integers  # which has more bits than bf16
+    rounds_to_bf16 = machine.gains_by_bf16 and not is_float16
     if config.prefill_attention == "auto" and (rounds_to_bf16 or machine.attends_in_int16):
         config = replace(config, prefill_attention="cpu_bf16" if rounds_to_bf16 else "cpu_int16")
-    if formats.layers.is_quantized and formats.layers.rounds_inputs and machine.gains_by_int8:
+    if formats.decode_inputs == "int8" and machine.gains_by_int8:
         return replace(config, weights=replace(formats, prefill_inputs="int8"))
     if not rounds_to_bf16:
         return config

@@ -361,20 +361,26 @@ OWN_FORMATS = [
 
 
 def in_own_formats(random: Random, model: ModelConfig, formats: WeightFormats) -> tuple[ModelConfig, WeightFormats]:
-    """Matrices of the checkpoint have formats of their own, or none, and values others than queries."""
+    """Matrices of the checkpoint have formats of their own, or none, and values others than queries; in some models
+    those with none are floats.
+    """
     names: dict[WeightFormat, set[str]] = {form: set() for form in OWN_FORMATS}
     for spec in tensor_specs(model).values():
         kept = random.choices([*OWN_FORMATS, None], k=random.randint(1, 2))
         for layer in spec.layers_of(model.num_layers) if spec.per_layer else (None,):
             parts, form = list(spec.parts), random.choice(kept)
+            other = form and random.choice([OWN_FORMATS[OWN_FORMATS.index(form) - 1], None])
             last = random.randint(0, 2 * len(parts)) if any(".q_proj." in part for part in parts) else len(parts)
             for at, part in enumerate(parts):
                 name = part if layer is None else f"model.layers.{layer}.{part}"
-                own = form if at < last or form is None else OWN_FORMATS[OWN_FORMATS.index(form) - 1]
+                own = form if at < last else other
                 if own is not None and stack_name(name) not in set().union(*names.values()):
                     names[own].add(stack_name(name))
     own_names = tuple((form, frozenset(own)) for form, own in names.items())
     model = replace(model, stored=replace(model.stored, own=own_names))
+    if random.random() < 0.3:
+        floats = WeightFormat(dtype=random.choice(["float32", "bfloat16", "float16"]))
+        formats = replace(formats, layers=floats, attention=None)
     return model, replace(formats, own=tuple(OWN_FORMATS))
 
 

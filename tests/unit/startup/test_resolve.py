@@ -223,7 +223,16 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     assert decided(all_three, **loops, weights="int8").prefill_attention == "cpu_bf16"
     assert decided(all_three, **loops, weights="float16").prefill_attention == "cpu_int16"  # no fewer bits than fp16
     assert decided(fast, **loops, weights="float16").prefill_attention == "auto"
-    options = EngineOptions(device="cpu", weights="bfloat16", max_rows=1)
+    kept = WeightFormat(dtype="uint4", group=32), WeightFormat(dtype="int8", group=16)
+    names = (frozenset({"model.layers.0.mlp.up_proj.weight"}), frozenset({"model.layers.1.mlp.up_proj.weight"}))
+    stored = StoredWeights(dtype="float16", own=tuple(zip(kept, names, strict=True)))
+    options = EngineOptions(device="cpu", max_rows=1)
+    config = resolve(replace(LLAMA_1B, stored=stored), options, both)  # each matrix in its own, as in Q4_K_M files
+    assert config.weights is not None and config.weights.prefill_inputs == "int8"
+    assert all(form.rounds_inputs for form in config.weights.own) and config.prefill_attention == "cpu_bf16"
+    assert "prefill and decode: int8 inputs" in describe_inputs(config)
+    assert config.weights.describe().endswith("other layers float16; inputs int8")
+    options = replace(options, weights="bfloat16")
     formats = resolve(read_model_config(TINY_LATENT_MODEL), options, fast).weights  # latents and experts
     assert formats is not None and formats.prefill_inputs == "bfloat16" and not formats.layers.rounds_inputs
     mixture = resolve(read_model_config(TINY_LATENT_MODEL), replace(options, weights="int8"), both).weights

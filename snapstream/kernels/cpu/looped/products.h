@@ -36,7 +36,7 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 // The code that packs the input of such a product rounds it, per token and group of columns that share a scale in the matrix:
 // the largest magnitude becomes 127 (reference: ../../groups.py). Packed, a group of the matrix is, of T tokens,
 //
-//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated, or for uint4 the sum of the group;
+//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated; for uint4 the sum of the numbers, fp32;
 //   [group / 4][T] four bytes in 32 bits
 //
 // or [group / 4][2][T], those in even and those in odd places, 16 bits each, if the instructions in use take them so,
@@ -55,7 +55,7 @@ inline int64_t packed_ints(const Stack& matrix) {
 class PackedCodes {
   public:
     PackedCodes(float* base, const Place& place, const Stack& matrix)
-        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(matrix.format == I8 ? 128 : matrix.format == I4 ? 8 : -1),
+        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(matrix.format == I8 ? 128 : matrix.format == I4 ? 8 : 0),
           stride_(place.size) {
         to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }
@@ -71,16 +71,17 @@ class PackedCodes {
         const float scale = scale_of(x);
         const vec divisor = all(scale == 0.0f ? 1.0f : scale), magic = all(12582912.0f);  // 1.5 * 2^23: see simd.h
         int32_t codes[32];  // four to each
-        ints sum = {};
+        ints sums = {};
         for (int64_t i = 0; i < group_; i += W) {
             const ints own = (ints)(load(x + i) / divisor + magic) - (ints)magic;
             store_bytes(reinterpret_cast<char*>(codes) + i, own);
-            sum += own;
+            sums += own;
         }
-        int32_t total = 0;
-        for (int i = 0; i < W; ++i) total += sum[i];
+        const int32_t total = sum_of(sums);
         std::memcpy(to, &scale, 4);
-        to[stride_] = -offset_ * total;
+        const float numbers = scale * static_cast<float>(total);
+        if (offset_) to[stride_] = -offset_ * total;
+        else std::memcpy(to + stride_, &numbers, 4);
         to += 2 * stride_;
         if (words_ == 1) {
             for (int64_t i = 0; i < group_ / 4; ++i) to[i * stride_] = codes[i];
@@ -95,8 +96,7 @@ class PackedCodes {
             const ints own = (ints)(load_bits(x + i) & all_bits(0x7fffffffu));
             most = own > most ? own : most;
         }
-        int32_t largest = 0;
-        for (int i = 0; i < W; ++i) largest = std::max<int32_t>(largest, most[i]);
+        const int32_t largest = max_of(most);
         float magnitude;
         std::memcpy(&magnitude, &largest, 4);
         const float scale = magnitude / 127.0f;
@@ -104,7 +104,7 @@ class PackedCodes {
     }
 
     const int64_t group_, words_;
-    const int32_t offset_;
+    const int32_t offset_;  // of stored codes; 0: those that have a minimum
     const int64_t stride_;
     int32_t* to_;
 };

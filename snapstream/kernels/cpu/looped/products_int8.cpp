@@ -35,7 +35,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     constexpr int RUN = GROUP ? GROUP : SPAN, WIDE = wide(T), VECTORS = P * WIDE, UNITS = RUN / Form::COLS;
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
-    const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
+    sums += v * W, weight += v * W * 4;  // of the first vector: further ones lie at distances that are constants
     const int64_t group = GROUP ? GROUP : stack.group;
     const auto begin = [](int32_t sum) { return (ints)all_bits(Form::HAS_MINIMUM ? 0 : sum); };
     for (int64_t left = cols; left > 0; left -= group) {
@@ -57,7 +57,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                         const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
                         if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                         UNROLL for (int i = 0; i < VECTORS; ++i) {
-                            const bits stored = Form::stored(lies(from, i), v + i % WIDE);
+                            const bits stored = Form::stored(lies(from, i), i % WIDE);
                             four[i] = Dot::pass(Quads<BITS>::of(stored, part), pass);
                         }
                         Dot::template add<T, VECTORS>(own, four, codes);
@@ -74,19 +74,23 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                 }
         }
         fetch.template ask<P, 1, T>(fetch.head);
-        vec scales[VECTORS];
-        const auto line = [&](int i) { return reinterpret_cast<const uint16_t*>(lies(head, i)) + (v + i % WIDE) * W; };
-        UNROLL for (int i = 0; i < VECTORS; ++i) scales[i] = load_half(line(i));
-        UNROLL for (int t = 0; t < T; ++t) {
-            float own;
-            std::memcpy(&own, x + t, 4);
-            const float total = own * static_cast<float>(x[T + t]);  // of the group's inputs, for minimums
+        vec scales[VECTORS], minimums[VECTORS];
+        UNROLL for (int i = 0; i < VECTORS; ++i) {
+            const auto* line = reinterpret_cast<const uint16_t*>(lies(head - v * W * 2, i)) + i % WIDE * W;
+            scales[i] = load_half(line);
+            if constexpr (Form::HAS_MINIMUM) minimums[i] = load_half(line + PANEL);
+        }
+        const auto* numbers = reinterpret_cast<const float*>(x);
+        float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
+        asm volatile("" : "+r"(lines));
+        const auto sum = [&](int t, int i) { return lines + (i / WIDE * T + t) * PANEL + i % WIDE * W; };
+        UNROLL for (int t = 0; t < T; ++t)
             UNROLL for (int i = 0; i < VECTORS; ++i) {
-                vec made = load(sum(t, i)) + __builtin_convertvector(acc[t][i], vec) * (scales[i] * own);
-                if constexpr (Form::HAS_MINIMUM) made += load_half(line(i) + PANEL) * total;
+                const vec factor = scales[i] * all(numbers[t]);
+                vec made = load(sum(t, i)) + __builtin_convertvector(acc[t][i], vec) * factor;
+                if constexpr (Form::HAS_MINIMUM) made += minimums[i] * all(numbers[T + t]);
                 store(sum(t, i), made);
             }
-        }
         x = codes;
     }
 }

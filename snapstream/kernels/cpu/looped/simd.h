@@ -126,21 +126,19 @@ INLINE vec add_up(vec* sums) {
     add_pairs<W / 2>(sums);
     return sums[0];
 }
-INLINE float sum_of(vec v) {
-    float lanes[W], sum = 0.0f;
-    store(lanes, v);
-    for (int half = W / 2; half >= 1; half /= 2)
-        for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-    sum = lanes[0];
-    return sum;
+// All lanes as one: of(lane i, lane i + half) in halves of halves. (GCC 12 would take lanes one by one.)
+template <int half = W / 2, class Vector, class Of>
+INLINE auto reduce(Vector v, Of of) {
+    if constexpr (half == 0) return v[0];
+    else {
+        const vec upper = halves<half, 1>((vec)v, (vec)v, std::make_integer_sequence<int, W>{});
+        return reduce<half / 2>(of(v, (Vector)upper), of);
+    }
 }
-INLINE float max_of(vec v) {
-    float lanes[W];
-    store(lanes, v);
-    float most = lanes[0];
-    for (int i = 1; i < W; ++i) most = lanes[i] > most ? lanes[i] : most;
-    return most;
-}
+INLINE float sum_of(vec v) { return reduce(v, [](vec a, vec b) { return a + b; }); }
+INLINE int32_t sum_of(ints v) { return reduce(v, [](ints a, ints b) { return a + b; }); }
+INLINE float max_of(vec v) { return reduce(v, [](vec a, vec b) { return b > a ? b : a; }); }
+INLINE int32_t max_of(ints v) { return reduce(v, [](ints a, ints b) { return b > a ? b : a; }); }
 
 // Bit i tells whether lane i of a comparison holds.
 INLINE uint32_t lanes_of(ints found) {

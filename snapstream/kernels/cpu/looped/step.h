@@ -126,8 +126,13 @@ inline Turn turn_before_mlp(const Work& w, int64_t layer) {
 // This rank's partial sum, [B, D].
 inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
 
-// Where codes for `qkv_rest` begin behind those for `qkv`; what is not rounded both read.
-inline int64_t rest_of_input(const Work& w, const Stack& matrix) { return w.step.batch * packed_ints(matrix); }
+// Whether `qkv` and `qkv_rest` read the same input: what is not rounded to codes, each of its own group.
+inline bool shares_input(const Stack& one, const Stack& rest) {
+    return one.inputs == rest.inputs && !takes_codes(one);
+}
+
+// Where otherwise that of the rest begins.
+inline int64_t rest_of_input(const Work& w, const Stack& matrix) { return w.step.batch * padded(matrix.cols); }
 
 inline const Stack* rest_of(const LayerParts& parts) { return parts.qkv_rest.rows ? &parts.qkv_rest : nullptr; }
 inline int64_t head_numbers(const LayerParts& parts) { return parts.qkv.rows + parts.qkv_rest.rows; }
@@ -149,7 +154,7 @@ void product(Work& w, const Stack& stack, const float* packed, Emit emit, const 
     const float* input = packed ? packed : w.engine.packed;
     w.share(tasks + (rest ? (panels_of(*rest) + at_once - 1) / at_once : 0), grain, [&](int64_t task) {
         if (task < tasks) return multiply(stack, task, input, 0);
-        multiply(*rest, task - tasks, takes_codes(*rest) ? input + rest_of_input(w, stack) : input, stack.rows);
+        multiply(*rest, task - tasks, shares_input(stack, *rest) ? input : input + rest_of_input(w, stack), stack.rows);
     });
 }
 
@@ -208,7 +213,7 @@ void make_input(Work& w, const Stack& matrix, Make make, const Stack* rest = nul
         for (int64_t b = 0; b < w.step.batch; ++b, place.next()) {
             make(b, first, count, made);
             put_input(matrix, w.engine.packed, place, made, first, count);
-            if (rest && takes_codes(*rest))
+            if (rest && !shares_input(matrix, *rest))
                 put_input(*rest, w.engine.packed + rest_of_input(w, matrix), place, made, first, count);
         }
     });
