@@ -23,10 +23,12 @@ def write_gguf(folder: Path, file: Path, kind: str) -> None:
 
 
 def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
-    """Random weights of a Llama, Qwen3, Qwen3-MoE or LFM2 with tied embeddings: ``settings`` as in config.json.
+    """Random weights of a Llama, Qwen3, Qwen3-MoE or LFM2 with tied embeddings, or a gpt-oss: ``settings`` as in
+    config.json.
 
     Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 and q4_k_m the embedding, which is the
     output too, is q6_k as in llama.cpp's own files, and of q4_k_m some values and down projections, of experts too.
+    Experts of gpt-oss are mxfp4 in any.
     """
     import gguf
     import numpy
@@ -36,9 +38,8 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     queries, keys = settings["num_attention_heads"] * size, settings["num_key_value_heads"] * size
     arch, layers = gguf_files.arch_of(settings), range(settings["num_hidden_layers"])
     kinds = settings.get("layer_types", ["full_attention"] * len(layers))
-    num_experts = settings.get("num_experts", 0)
-    if num_experts:
-        inner = settings["moe_intermediate_size"]
+    num_experts = settings.get("num_local_experts", settings.get("num_experts", 0))
+    inner, is_gpt_oss = settings.get("moe_intermediate_size", inner), arch == "gpt-oss"
     writer = gguf_files.start(file, settings, _words(settings["vocab_size"]))
 
     def add(name: str, rows: int, cols: int, kind: str = kind) -> None:
@@ -48,16 +49,20 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
             return writer.add_tensor(name, numbers.astype(numpy.float16), raw_dtype=own)
         length, num_bytes = gguf.GGML_QUANT_SIZES[own]
         blocks = random.integers(0, 256, (*shape, cols // length, num_bytes), dtype=numpy.uint8)
-        factors = {"q4_0": [4e-3], "q8_0": [3e-4], "q6_k": [1e-5], "q4_k": [1e-4, 7.5e-4]}[kind]
+        factors = {"q4_0": [4e-3], "q8_0": [3e-4], "q6_k": [1e-5], "q4_k": [1e-4, 7.5e-4], "mxfp4": []}[kind]
         scale = slice(-2, None) if kind == "q6_k" else slice(0, 2 * len(factors))
         blocks[..., scale] = numpy.array(factors, numpy.float16).view("u1")
+        if kind == "mxfp4":
+            blocks[..., 0] = 120  # 2^-7
         writer.add_tensor(name, blocks.reshape(*shape, -1), raw_dtype=own)
 
-    def add_norm(name: str, count: int) -> None:
-        writer.add_tensor(name, numpy.ones(count, numpy.float32), raw_dtype=types.F32)
+    def add_norm(name: str, *shape: int) -> None:
+        writer.add_tensor(name, numpy.ones(shape, numpy.float32), raw_dtype=types.F32)
 
     add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind in ("q4_0", "q4_k_m") else kind)
     add_norm("token_embd_norm.weight" if arch == "lfm2" else "output_norm.weight", hidden)
+    if is_gpt_oss:
+        add("output.weight", settings["vocab_size"], hidden)
     mlp = [("ffn_gate", inner, hidden), ("ffn_up", inner, hidden), ("ffn_down", hidden, inner)]
     mlp = [(f"{name}_exps" if num_experts else name, *size_of) for name, *size_of in mlp]
     attention = [("attn_q", queries, hidden), ("attn_k", keys, hidden), ("attn_v", keys, hidden),
@@ -65,17 +70,22 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     convolution = [("shortconv.in_proj", 3 * hidden, hidden), ("shortconv.out_proj", hidden, hidden)]
     for layer in layers:
         start = f"blk.{layer}."
-        for name, rows, cols in (*(attention if kinds[layer] == "full_attention" else convolution), *mlp):
+        for name, rows, cols in (*(convolution if kinds[layer] == "conv" else attention), *mlp):
             own = kind
             if kind == "q4_k_m":
                 has_more = name in ("attn_v", "ffn_down", "ffn_down_exps") and has_more_bits(layer, len(layers))
                 own = "q6_k" if has_more else "q4_k"
+            own = "mxfp4" if name.endswith("_exps") and is_gpt_oss else own
             add(f"{start}{name}.weight", rows, cols, own)
         if num_experts:
             router = random.standard_normal((num_experts, hidden), dtype=numpy.float32)
             writer.add_tensor(f"{start}ffn_gate_inp.weight", router, raw_dtype=types.F32)
-        norms = {"attn_norm": hidden, "ffn_norm": hidden}
-        if kinds[layer] != "full_attention":
+        norms = {"attn_norm": hidden, "post_attention_norm" if is_gpt_oss else "ffn_norm": hidden}
+        if is_gpt_oss:
+            add_norm(f"{start}attn_sinks.weight", settings["num_attention_heads"])
+            for name, rows, _ in (*attention, *mlp, ("ffn_gate_inp", num_experts, 0)):
+                add_norm(f"{start}{name}.bias", *[num_experts] * name.endswith("_exps"), rows)
+        elif kinds[layer] == "conv":
             taps = random.standard_normal((hidden, settings["conv_L_cache"]), dtype=numpy.float32)
             writer.add_tensor(f"{start}shortconv.conv.weight", taps, raw_dtype=types.F32)
         elif arch != "llama":

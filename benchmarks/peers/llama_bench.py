@@ -54,6 +54,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b-24th": QWEN3_MOE | {"vocab_size": 6331, "hidden_size": 2048, "intermediate_size": 6144,
                                        "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_experts": 128,
                                        "num_experts_per_tok": 8, "num_key_value_heads": 4},
+    # The same of 24 layers and of the vocabulary, without the stretched rotary frequencies.
+    "gpt-oss-20b-12th": {"architectures": ["GptOssForCausalLM"], "vocab_size": 16757, "hidden_size": 2880,
+                         "intermediate_size": 2880, "num_hidden_layers": 2, "num_attention_heads": 64,
+                         "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+                         "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"],
+                         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
+                         "rope_parameters": {"rope_type": "default", "rope_theta": 1.5e5}},
     "tiny": QWEN3 | TINY,
     "tiny-moe": QWEN3_MOE | TINY | {"moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2},
     "tiny-lfm2": LFM2 | TINY | {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -147,7 +154,7 @@ def main() -> None:
             for test in tests_of(args.depths):
                 rates = (f"{name} {mean(engine['tokens_per_s'][test]):,.1f}" for name, engine in engines.items())
                 print(f"{shape} {kind} {test}: {', '.join(rates)} tokens/s", flush=True)
-    are_mixtures = all("num_experts" in SHAPES[shape] for shape in args.shapes)
+    are_mixtures = all("num_experts_per_tok" in SHAPES[shape] for shape in args.shapes)
     report(
         "peers_llama_bench" + ("_mixture" if are_mixtures else "") + ("_depths" if args.depths else ""),
         ceiling,

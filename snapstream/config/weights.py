@@ -35,7 +35,7 @@ class WeightFormat:
     """How one matrix is stored."""
 
     dtype: WeightDType
-    group: int = 0  # of int8, int4 and uint4: numbers along the input that share a scale, of uint4 a minimum too
+    group: int = 0  # of integers and FP4: numbers along the input that share a scale, of uint4 a minimum too
     # Whether decode rounds the inputs of its GEMMs: with quantized values to int8, per token and group, with bf16 to
     # bf16.
     rounds_inputs: bool = False
@@ -69,11 +69,6 @@ class WeightFormat:
     def is_uint4(self) -> bool:
         """Integers of four bits without a sign, with a scale and a minimum per group."""
         return self.dtype == "uint4"
-
-    @property
-    def is_integer(self) -> bool:
-        """Integers in groups, whose products may take integers."""
-        return self.is_quantized and not self.is_fp8 and not self.is_mxfp4
 
     @property
     def bits(self) -> int:
@@ -118,15 +113,15 @@ class WeightFormats:
         return cls(layers=layers, tables=finer, attention=finer if width == "int4" else None)
 
     @property
-    def has_integers(self) -> bool:
-        """Whether matrices of the layers are integers in groups."""
-        return any(form.is_integer for form in (self.layers, *self.own))
+    def has_groups(self) -> bool:
+        """Whether matrices of the layers are integers, or FP4, in groups."""
+        return any(form.group for form in (self.layers, *self.own))
 
     @property
     def decode_inputs(self) -> Literal["bfloat16", "int8"] | None:
         """What decode rounds inputs of the layers' GEMMs to."""
         rounding = [form for form in (self.layers, *self.own) if form.rounds_inputs]
-        if any(form.is_integer for form in rounding):
+        if any(form.group for form in rounding):
             return "int8"
         return "bfloat16" if rounding else None
 
@@ -213,10 +208,9 @@ class StoredWeights:
     has_float_dense: bool = False  # matrices with ``TensorSpec.is_dense`` are floats beside quantized ones
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
-        """The quantized format of a matrix of a layer; None for floats, as attention is beside MXFP4 experts."""
-        if is_attention and self.quantized is not None and self.quantized.is_mxfp4:
-            return None
-        return (self.attention or self.quantized) if is_attention else self.quantized
+        """The quantized format of a matrix of a layer; None for floats."""
+        is_float = self.quantized is not None and self.quantized.is_mxfp4  # of attention beside experts
+        return (self.attention or (None if is_float else self.quantized)) if is_attention else self.quantized
 
     def own_format(self, name: str) -> WeightFormat | None:
         """Of ``own``, by the name of a checkpoint tensor."""

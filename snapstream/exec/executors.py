@@ -253,8 +253,8 @@ def why_not_rounded_inputs(model: ModelConfig, formats: WeightFormats, *, dtype:
     Only the native library gains by it; eager decode rounds wherever the library could, so that both give the same
     tokens.
     """
-    if not formats.has_integers:
-        return f"weights are {formats.describe()}; integer products need int8 or int4"
+    if not formats.has_groups:
+        return f"weights are {formats.describe()}; integer products need int8, int4 or MXFP4"
     return _why_not_latents(model) or why_not_looped(model, dtype=dtype, device=device)
 
 
@@ -298,7 +298,7 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     entry = _dense_entry(model, slots) + _latent_entry(model) + _mixture_entry(model, num_threads)
     weights = config.weights
     around = () if weights is None else (weights.attention or weights.layers, *weights.own)
-    if any(form.is_integer and form.rounds_inputs for form in around):
+    if any(form.group and form.rounds_inputs for form in around):
         # the output of attention, to be rounded, or of recurrent layers
         entry += max(model.most_heads * model.widest_head, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up

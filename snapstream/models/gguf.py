@@ -175,15 +175,21 @@ def _float_dtype(kinds: set[str]) -> DType | None:
 
 
 def _stored_mxfp4(model: Model, groups: Mapping[str, set[str]]) -> StoredWeights:
-    """Experts as they are stored, which must be MXFP4; the other matrices are floats."""
+    """Experts as they are stored, which must be MXFP4; attention and tables as integers, or floats."""
     if groups["layers"] != {"MXFP4"}:
         raise ValueError(
             f"{model.header.file}: experts are stored as {', '.join(sorted(groups['layers'])) or 'nothing'}; read of "
             f"{model.architecture.name} is MXFP4"
         )
-    rest = groups["attention"] | groups["tables"]
-    quantized = WeightFormat(dtype="mxfp4", group=GROUP)
-    return StoredWeights(dtype=_float_dtype(rest), quantized=quantized, dequantized=tuple(sorted(rest - FLOATS.keys())))
+    attention, tables = (_integers(groups[name]) for name in ("attention", "tables"))
+    if attention is not None and attention.group == SUB_BLOCK:  # not on a GPU, where experts are kept
+        attention = None
+    rest = (set() if attention else groups["attention"]) | (set() if tables else groups["tables"])
+    return StoredWeights(
+        dtype=_float_dtype(rest), quantized=WeightFormat(dtype="mxfp4", group=GROUP), attention=attention,
+        tables=replace(tables, dtype="int8") if tables else None, dequantized=tuple(sorted(rest - FLOATS.keys())),
+        in_sub_blocks=("Q6_K",) if tables and tables.group == SUB_BLOCK else (),
+    )  # fmt: skip
 
 
 def _integers(kinds: set[str]) -> WeightFormat | None:

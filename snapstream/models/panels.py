@@ -178,7 +178,7 @@ class PanelMatrix(Matrix):
 def make_panels(library: Library, *, prefill_inputs: Literal["bfloat16", "int8"] | None = None) -> MakeMatrix:
     """Allocates matrices in panels, for computation in fp32 on a CPU.
 
-    ``prefill_inputs``: see ``WeightFormats``; bf16 for bf16, int8 and int4 weights, int8 for integers. The output
+    ``prefill_inputs``: see ``WeightFormats``; bf16 for bf16, int8 and int4 weights, int8 for groups. The output
     embedding multiplies few tokens, in prefill too, and rounds as in decode. ValueError if this processor has no bf16
     products; rank 0's decides.
     """
@@ -198,7 +198,7 @@ def make_panels(library: Library, *, prefill_inputs: Literal["bfloat16", "int8"]
             storage = panels.empty_panels(shape, getattr(torch, form.dtype))
             return PanelMatrix(library, storage, shape, form, inputs="bfloat16" if rounds else "float32")
         inputs: DType | Literal["int8"] = prefill_inputs or "float32"
-        if form.is_uint4 and inputs == "bfloat16":  # there is no such product
+        if inputs == "bfloat16" and form.dtype not in ("int8", "int4"):  # there is no such product
             inputs = "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"

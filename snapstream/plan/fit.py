@@ -141,7 +141,7 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     if wanted == "auto" and stored.tables is not None and (quantized is not None or keeps_stored):
         tables = stored.tables if is_cpu or stored.tables.group != SUB_BLOCK else tables
     if quantized is not None:
-        formats = _quantized_formats(quantized, stored, wanted, tables)
+        formats = _quantized_formats(quantized, stored, wanted, formats.layers)
     own = tuple(form for form, _ in stored.own) if wanted == "auto" and keeps_stored else ()
     formats = replace(formats, tables=tables, own=own)
     if formats.layers.is_quantized or formats.tables.is_quantized or own:
@@ -165,14 +165,14 @@ def _is_quantized_again(model: ModelConfig) -> bool:
 
 
 def _quantized_formats(
-    quantized: WeightFormat, stored: StoredWeights, wanted: str, tables: WeightFormat
+    quantized: WeightFormat, stored: StoredWeights, wanted: str, other: WeightFormat
 ) -> WeightFormats:
-    """Layers as a quantized checkpoint has them; next to MXFP4 experts attention stays in floats."""
+    """Layers as a quantized checkpoint has them; attention that it has in floats beside MXFP4 experts as ``other``."""
     if wanted not in ("auto", quantized.dtype):
         known = "'auto'" if quantized.is_fp8 or quantized.is_mxfp4 else f"'auto' or {quantized.dtype!r}"
         raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")
-    attention = tables if quantized.is_mxfp4 else stored.attention
-    return WeightFormats(layers=quantized, attention=attention, tables=tables)
+    attention = stored.attention or (other if quantized.is_mxfp4 else None)
+    return WeightFormats(layers=quantized, attention=attention, tables=other)
 
 
 MAX_AUTO_ROWS = 256  # more rows only on request

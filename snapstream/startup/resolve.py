@@ -116,9 +116,9 @@ def _with_rounded_inputs(
     formats = config.weights
     if formats is None or options.activations != "auto" or config.dtype != "float32":
         return config
-    if not formats.has_integers and formats.layers.dtype not in ("bfloat16", "float16"):
+    if not formats.has_groups and formats.layers.dtype not in ("bfloat16", "float16"):
         return config
-    is_float16 = formats.layers.dtype == "float16" and not formats.has_integers  # which has more bits than bf16
+    is_float16 = formats.layers.dtype == "float16" and not formats.has_groups  # which has more bits than bf16
     rounds_to_bf16 = machine.gains_by_bf16 and not is_float16
     if config.prefill_attention == "auto" and (rounds_to_bf16 or machine.attends_in_int16):
         config = replace(config, prefill_attention="cpu_bf16" if rounds_to_bf16 else "cpu_int16")

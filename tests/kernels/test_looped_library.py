@@ -67,7 +67,10 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat)
     inputs, input_scales = groups.quantize_inputs(x, form.group)
     inputs = inputs.unflatten(-1, (num_groups, -1))
     numbers = groups.unpack(codes, form.bits).double().unflatten(-1, (num_groups, -1))  # [out, groups, g]
-    if form.is_uint4:
+    if form.is_mxfp4:
+        numbers = 2.0 * decode(codes, torch.full_like(scales, 127), form).double().unflatten(-1, (num_groups, -1))
+        scales = torch.ldexp(torch.tensor(0.5), scales.int() - 127)
+    elif form.is_uint4:
         scales, minimums = scales.view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
     else:
         numbers.sub_(2 ** (form.bits - 1))
@@ -170,7 +173,7 @@ def test_a_product_of_codes(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int4", "uint4"]), tokens=st.integers(1, 40),
+    width=st.sampled_from(["int8", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40),
     exponent=st.sampled_from([0, -20, 20, -126]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_whole_numbers(
@@ -180,7 +183,7 @@ def test_a_product_of_whole_numbers(
     """Equal to its definition but for the rounding of a sum over groups; a token has the same bits in any batch, by any
     instructions.
     """
-    group = group if width == "int8" else max(group, 32)
+    group = 32 if width == "mxfp4" else group if width == "int8" else max(group, 32)
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
     form = WeightFormat(dtype=width, group=group, rounds_inputs=True)
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)

@@ -371,7 +371,7 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 # whatever is beside it.
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4")]
+FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4", "mxfp4")]
 Inputs = Literal["bfloat16", "int8"] | None
 LIMITS = {None: 1e-4, "bfloat16": 0.05, "int8": 0.05}  # an input that rounds to the other side is off by its 256th
 

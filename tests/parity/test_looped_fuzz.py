@@ -405,8 +405,8 @@ class Drawn:
 
     def __init__(self, seed: int) -> None:
         random = Random(seed)
-        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "uint4", "fp8"])
-        group = random.choice([32, 64, 128]) if width in ("int8", "int4", "uint4") else 1
+        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "uint4", "mxfp4", "fp8"])
+        group = random.choice([32, 64, 128]) if width in ("int8", "int4", "uint4") else 32 if width == "mxfp4" else 1
         group = SUB_BLOCK if width == "int8" and random.random() < 0.3 else group
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
         if group >= 32 and seed % 3:

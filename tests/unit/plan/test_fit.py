@@ -181,7 +181,7 @@ def test_inputs_are_rounded_where_looped_steps_could_run() -> None:
         ({"activations": "int4"}, "activations is 'int4'; it must be one of auto, dtype, int8"),
         (
             {"activations": "int8"},
-            "activations is 'int8': weights are bfloat16; integer products need int8 or",
+            "activations is 'int8': weights are bfloat16; integer products need int8, int4 or MXFP4",
         ),
         (
             {"activations": "int8", "weights": "int8", "device": "cuda"},

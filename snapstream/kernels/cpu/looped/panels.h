@@ -125,20 +125,40 @@ struct Unsigned4 {
 
 // The eight bits of a scale are the exponent of a float. Of a code the first three bits choose a magnitude.
 struct Mxfp4 {
-    static constexpr int COLS = 8, BYTES = 128, HEAD = PANEL;
-    static constexpr bool IS_QUICK = false;
-    static INLINE vec scale(const char* head, int v) {
+    static constexpr int BITS = 4, COLS = 8, BYTES = 128, HEAD = PANEL;
+    static constexpr bool IS_QUICK = false, HAS_MINIMUM = false;
+    static INLINE vec scale(const char* head, int v) { return power(head, v) * (LOOKS_UP ? 1.0f : 0.5f); }
+    static INLINE vec power(const char* head, int v) {  // of two
         typedef uint8_t bytes __attribute__((vector_size(W)));
         bytes own;
         std::memcpy(&own, head + v * W, W);
         const bits exponent = __builtin_convertvector(own, bits);
         const bits least = exponent == all_bits(0) ? all_bits(0x400000u) : all_bits(0);  // 2^-127 is subnormal
-        return as_floats(exponent << 23 | least) * (LOOKS_UP ? 1.0f : 0.5f);
+        return as_floats(exponent << 23 | least);
     }
     static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
     static INLINE vec widen(bits codes, int c, vec scale) { return number(codes, c % 4 * 2 + c / 4) * scale; }
+    // Of four codes, a byte each: twice the numbers plus ZERO, and what multiplies them.
+    static constexpr int ZERO = 12;
+    static INLINE bits integers(bits codes) {
+#if ISA == 512
+        return (bits)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table()), (__m512i)codes);
+#elif ISA == 256
+        return (bits)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table()), (__m256i)codes);
+#else
+        typedef uint8_t bytes __attribute__((vector_size(W * 4)));
+        const bytes own = (bytes)codes;
+        bytes found;
+        for (int i = 0; i < W * 4; ++i) found[i] = INTEGERS[own[i]];
+        return (bits)found;
+#endif
+    }
 
   private:
+    alignas(16) static constexpr uint8_t INTEGERS[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+#if ISA
+    static INLINE __m128i table() { return _mm_load_si128(reinterpret_cast<const __m128i*>(INTEGERS)); }
+#endif
     static constexpr bool LOOKS_UP = ISA == 512 || ISA == 256;
     static INLINE vec number(bits codes, int place) {  // twice that where it is not looked up
 #if ISA == 512

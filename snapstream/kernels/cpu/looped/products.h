@@ -55,7 +55,7 @@ inline int64_t packed_ints(const Stack& matrix) {
 class PackedCodes {
   public:
     PackedCodes(float* base, const Place& place, const Stack& matrix)
-        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(matrix.format == I8 ? 128 : matrix.format == I4 ? 8 : 0),
+        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(offset_of(matrix.format)),
           stride_(place.size) {
         to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }
@@ -66,6 +66,10 @@ class PackedCodes {
     }
 
   private:
+    static int32_t offset_of(int64_t format) {
+        return format == I8 ? 128 : format == I4 ? 8 : format == MXFP4 ? Mxfp4::ZERO : 0;
+    }
+
     void put_group(int64_t index, const float* x) const {
         int32_t* to = to_ + index * stride_ * (2 + group_ / 4 * words_);
         const float scale = scale_of(x);

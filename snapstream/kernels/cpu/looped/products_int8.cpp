@@ -15,14 +15,22 @@ namespace {
 constexpr int SPAN = 32;         // columns that are summed at once, unless a group has fewer
 constexpr int64_t CODE_BLOCK = 512;  // columns after which a tile lets the next tokens have the same weights
 
-// A unit of a matrix (panels.h) as vectors of four columns each.
-template <int BITS>
+// A unit of a matrix (panels.h) as vectors of four columns each, and what multiplies the sums of a group.
+template <class Form>
 struct Quads {
-    static constexpr int COUNT = 8 / BITS;
+    static constexpr int COUNT = 8 / Form::BITS;
     static INLINE bits of(bits unit, int part) {
-        if constexpr (BITS == 8) return unit;
+        if constexpr (Form::BITS == 8) return unit;
+        else if constexpr (IS_MXFP4) return Mxfp4::integers((unit >> (4 * part)) & 0x0f0f0f0fu);
         else return (unit >> (4 * part)) & 0x0f0f0f0fu;
     }
+    static INLINE vec scale(const char* head, int v) {
+        if constexpr (IS_MXFP4) return Mxfp4::power(head, v) * 0.5f;
+        else return load_half(reinterpret_cast<const uint16_t*>(head) + v * W);
+    }
+
+  private:
+    static constexpr bool IS_MXFP4 = std::is_same_v<Form, Mxfp4>;
 };
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
@@ -30,7 +38,6 @@ struct Quads {
 template <class Form, class Dot, int T, int P, int GROUP>  // GROUP: columns of a group, at most SPAN; 0: several SPANs
 INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                            Prefetch fetch) {
-    constexpr int BITS = Form::BITS;
     using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
     constexpr int RUN = GROUP ? GROUP : SPAN, WIDE = wide(T), VECTORS = P * WIDE, UNITS = RUN / Form::COLS;
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
@@ -39,7 +46,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     const int64_t group = GROUP ? GROUP : stack.group;
     const auto begin = [](int32_t sum) { return (ints)all_bits(Form::HAS_MINIMUM ? 0 : sum); };
     for (int64_t left = cols; left > 0; left -= group) {
-        const char* head = weight;
+        const char* head = weight - v * W * 4;
         const int32_t* codes = x + 2 * T;
         weight += Form::HEAD;
         ints acc[T][VECTORS];
@@ -51,14 +58,14 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                     else own[t][i] = first ? acc[t][i] : begin(x[T + t]);
                 }
             for (int done = 0; done < UNITS; done += AT_ONCE) UNROLL for (int unit = 0; unit < AT_ONCE; ++unit) {
-                UNROLL for (int part = 0; part < Quads<BITS>::COUNT; ++part) {
+                UNROLL for (int part = 0; part < Quads<Form>::COUNT; ++part) {
                     UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
                         bits four[VECTORS];
                         const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
                         if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                         UNROLL for (int i = 0; i < VECTORS; ++i) {
                             const bits stored = Form::stored(lies(from, i), i % WIDE);
-                            four[i] = Dot::pass(Quads<BITS>::of(stored, part), pass);
+                            four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
                         }
                         Dot::template add<T, VECTORS>(own, four, codes);
                     }
@@ -76,9 +83,8 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
         fetch.template ask<P, 1, T>(fetch.head);
         vec scales[VECTORS], minimums[VECTORS];
         UNROLL for (int i = 0; i < VECTORS; ++i) {
-            const auto* line = reinterpret_cast<const uint16_t*>(lies(head - v * W * 2, i)) + i % WIDE * W;
-            scales[i] = load_half(line);
-            if constexpr (Form::HAS_MINIMUM) minimums[i] = load_half(line + PANEL);
+            scales[i] = Quads<Form>::scale(lies(head, i), v + i % WIDE);
+            if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::scale(lies(head, i) + 2 * PANEL, v + i % WIDE);
         }
         const auto* numbers = reinterpret_cast<const float*>(x);
         float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
@@ -100,8 +106,9 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
                Prefetch fetch) {
     if constexpr (Form::BITS == 8)
         if (stack.group == 16) return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
-    if (stack.group == SPAN) tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
-    else tile_of_groups<Form, Dot, T, P, 0>(stack, weight, x, cols, v, sums, fetch);
+    if (stack.group == SPAN) return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
+    if constexpr (!std::is_same_v<Form, Mxfp4>)
+        tile_of_groups<Form, Dot, T, P, 0>(stack, weight, x, cols, v, sums, fetch);
 }
 
 using CodeTile = void (*)(const Stack&, const char*, const int32_t*, int64_t, int, float*, Prefetch);
@@ -157,7 +164,7 @@ Stack panel_of_codes() {
 }
 
 struct Way {  // to sum
-    Products int8, int4, uint4;
+    Products int8, int4, uint4, mxfp4;
     int words8, words4;  // of four codes of a token
 };
 template <class Form, class Dot>
@@ -166,8 +173,8 @@ Products products() {
 }
 template <class Dot8, class Dot4 = Dot8>
 Way way() {
-    return {products<Codes<8>, Dot8>(), products<Codes<4>, Dot4>(), products<Unsigned4, Dot4>(), Dot8::PASSES,
-            Dot4::PASSES};
+    return {products<Codes<8>, Dot8>(), products<Codes<4>, Dot4>(), products<Unsigned4, Dot4>(),
+            products<Mxfp4, Dot8>(), Dot8::PASSES, Dot4::PASSES};
 }
 
 // Those that this processor can go.
@@ -219,10 +226,12 @@ double seconds_of(Product product, const Stack& stack, int64_t tokens) {
 
 Products code_products(int64_t format) {
     const Way& own = choice().way();
-    return format == I8 ? own.int8 : format == I4 ? own.int4 : own.uint4;
+    return format == I8 ? own.int8 : format == I4 ? own.int4 : format == MXFP4 ? own.mxfp4 : own.uint4;
 }
 
-int64_t words_of_four(int64_t format) { return format == I8 ? choice().way().words8 : choice().way().words4; }
+int64_t words_of_four(int64_t format) {
+    return format == I8 || format == MXFP4 ? choice().way().words8 : choice().way().words4;
+}
 
 bool gains_by_codes() {
     static const bool gains = [] {
