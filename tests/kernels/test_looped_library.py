@@ -69,7 +69,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat)
     numbers = groups.unpack(codes, form.bits).double().unflatten(-1, (num_groups, -1))  # [out, groups, g]
     if form.is_mxfp4:
         numbers = 2.0 * decode(codes, torch.full_like(scales, 127), form).double().unflatten(-1, (num_groups, -1))
-        scales = torch.ldexp(torch.tensor(0.5), scales.int() - 127)
+        scales = 2.0 ** (scales.float() - 128)
     elif form.is_uint4:
         scales, minimums = scales.view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
     else:

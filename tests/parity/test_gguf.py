@@ -75,7 +75,7 @@ def test_fp32_is_the_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt-oss", "Q8_0"), ("gpt-oss", "F32"), ("gpt-oss-panels", "BF16")])
 def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None:
-    """MXFP4 as stored, in rows of gate and up by turns; the other matrices are floats."""
+    """MXFP4 as stored, in rows of gate and up by turns; attention and tables in integers, too, or floats."""
     sizes: dict[str, Any] = {
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -91,11 +91,15 @@ def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None
         load_weights(one, config, torch.float32, "cpu", False, weight_formats(config, EngineOptions(), device="cpu"))
         for one, config in ((one, read_model_config(one)) for one in (file, wide))
     ]
-    assert loaded[0].matrices["experts_gate_up"].form.is_mxfp4
+    matrices = loaded[0].matrices
+    assert matrices["experts_gate_up"].form.is_mxfp4
+    others = {matrices[name].form.describe() for name in ("qkv", "o", "embed")}
+    assert others == {{"Q8_0": INT8, "F32": "float32", "BF16": "bfloat16"}[kind]}
     for own, theirs in zip(*(one.stored().values() for one in loaded), strict=True):
-        assert torch.equal(own, theirs if kind != "Q8_0" else theirs.half().float()) or torch.equal(own, theirs)
-    if kind != "Q8_0":  # rounded to fp16
-        check(file, model, PROMPTS[::4])
+        assert torch.equal(own, theirs)
+    check(file, model, PROMPTS[::4])
+    fine = read_model_config(write_gguf(folder, tmp_path / "fine.gguf", {"exps": "MXFP4", "": "Q5_1"})).stored
+    assert fine.dequantized == ("Q5_1",) and fine.attention is None is fine.tables
     with pytest.raises(ValueError, match="experts are stored as F16; read of GptOssForCausalLM is MXFP4"):
         read_model_config(write_gguf(folder, tmp_path / "f16.gguf", "F16"))
 
