@@ -4,7 +4,7 @@ Eager: prefill computes with the widened weights, decode too, and with ``-a8`` e
 layer or the head sees its input after a trip through int8, which is what looped steps multiply with. On a processor
 that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in
 models whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in
-models with latents, or experts in bf16, whose decode does not. ``-all8`` rounds to int8 in prefill, too, as an engine
+models with latents or experts in bf16, whose decode does not. ``-all8`` rounds to int8 in prefill, too, as an engine
 does where that is the fastest.
 """
 
@@ -82,12 +82,10 @@ WIDTHS = {
     ),
     "int8": Width(words="int8", weights="int8"),
     "int8-a8": Width(words="int8", weights="int8", activations="int8", rounds_decode=True),
-    "int8-prefill": Width(words="int8", weights="int8", activations="auto", prefill_inputs="bfloat16"),
     "int8-auto": Width(words="int8", weights="int8", activations="auto", prefill_inputs="bfloat16", rounds_decode=True),
     "int8-all8": Width(words="int8", weights="int8", activations="auto", prefill_inputs="int8", rounds_decode=True),
     "int4": Width(words="int4", weights="int4"),
     "int4-a8": Width(words="int4", weights="int4", activations="int8", rounds_decode=True),
-    "int4-prefill": Width(words="int4", weights="int4", activations="auto", prefill_inputs="bfloat16"),
     "int4-auto": Width(words="int4", weights="int4", activations="auto", prefill_inputs="bfloat16", rounds_decode=True),
     "int4-all8": Width(words="int4", weights="int4", activations="auto", prefill_inputs="int8", rounds_decode=True),
     "int4-everywhere": Width(words="int4, attention too", weights="int4", is_everywhere=True),

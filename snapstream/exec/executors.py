@@ -255,20 +255,16 @@ def why_not_rounded_inputs(model: ModelConfig, formats: WeightFormats, *, dtype:
     """
     if not formats.has_groups:
         return f"weights are {formats.describe()}; integer products need int8, int4 or MXFP4"
-    return _why_not_latents(model) or why_not_looped(model, dtype=dtype, device=device)
+    return why_not_looped(model, dtype=dtype, device=device)
 
 
 def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str | None:
     """The same for bf16 weights."""
     if model.moe is not None:
         return f"{model.architecture} has experts, whose products take inputs in dtype"
-    return _why_not_latents(model) or why_not_looped(model, dtype=dtype, device=device)
-
-
-def _why_not_latents(model: ModelConfig) -> str | None:
-    if model.latent is None:
-        return None
-    return f"{model.architecture} keeps latents, whose products take inputs in dtype"
+    if model.latent is not None:
+        return f"{model.architecture} keeps latents, whose products take inputs in dtype or int8"
+    return why_not_looped(model, dtype=dtype, device=device)
 
 
 # Workspace of the native library, by the rule of library.cpp and sampling.cpp: per batch entry the numbers of every
@@ -300,7 +296,8 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
     around = () if weights is None else (weights.attention or weights.layers, *weights.own)
     if any(form.group and form.rounds_inputs for form in around):
         # the output of attention, to be rounded, or of recurrent layers
-        entry += max(model.most_heads * model.widest_head, _recurrent_sizes(model)[1])
+        value_dim = model.widest_head if model.latent is None else model.latent.value_dim
+        entry += max(model.most_heads * value_dim, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     if num_drafted := max_batch(config) - config.max_rows:
@@ -315,8 +312,9 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     attended = heads * (model.widest_head if latent is None else max(model.head_dim, latent.value_dim))
     q_rank = 0 if latent is None else latent.q_rank or 0
     inner, outer = _recurrent_sizes(model)
-    inputs = 2 if model.stored.own else 1  # in a layer whose q, k and v differ in their formats
-    widest = max(inputs * model.hidden_size, model.widest_inner, attended, q_rank, outer) + _ALIGN
+    # In a layer whose q, k and v differ in their formats, or queries and latents.
+    inputs = 2 if model.stored.own or latent is not None else 1
+    widest = max(inputs * _padded(model.hidden_size), model.widest_inner, attended, q_rank, outer) + _ALIGN
     projected = inner
     if latent is None:
         heads_of = map(partial(_projected, model), range(model.num_layers))

@@ -417,9 +417,9 @@ class Drawn:
         ])  # fmt: skip
         instructions = instructions_of(seed)
         plain = formats
-        if model.latent is None and width != "fp8" and random.random() < 0.5:
+        if width != "fp8" and random.random() < 0.5:
             formats = formats.rounding_inputs()
-            if model.moe is None and load(instructions).multiplies_bf16():
+            if model.moe is None is model.latent and load(instructions).multiplies_bf16():
                 formats = formats.rounding_to_bf16()
         num_rows, capacity = random.randint(1, 33), random.choice([1, 2, 17, 40, 129, 1100])
         num_queries = 0

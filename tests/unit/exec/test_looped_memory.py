@@ -112,7 +112,8 @@ ROWS = 32
                                              ("side by side", "float32"), ("side by side", "int8"),
                                              ("shared", "float32"), ("shared", "int8"), ("streams", "float32"),
                                              ("streams", "int8"), ("beside", "float32"), ("query heads", "float32"),
-                                             ("latents", "float32"), ("wide values", "float32")])  # fmt: skip
+                                             ("latents", "float32"), ("wide values", "float32"),
+                                             ("latents", "int8"), ("wide values", "int8")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)
     if most_drafted and model.has_uneven_layers:

@@ -44,11 +44,11 @@ inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of a row
 
 inline void norm_narrow(Work& w, int64_t layer) {
     w.share(w.step.batch, 1, [&](int64_t b) {
-        const float *x = w.absorbed.narrow + b * w.latent.q_rank, *weight = w.latent.q_a_norm + place_of(w, layer) * w.latent.q_rank;
+        float* x = w.absorbed.narrow + b * w.latent.q_rank;
+        const float* weight = w.latent.q_a_norm + place_of(w, layer) * w.latent.q_rank;
         const float factor = norm_factor(x, w.latent.q_rank, LATENT_EPS);
-        const Packed to(w.engine.packed, w.tokens, b, w.latent.q_rank);
-        for (int64_t i = 0; i < w.latent.q_rank; ++i) to.put(i, x[i] * factor * weight[i]);
-        to.end(w.latent.q_rank);
+        for (int64_t i = 0; i < w.latent.q_rank; ++i) x[i] *= factor * weight[i];
+        put_input(w.model.parts[layer].q, w.engine.packed, Place(w.tokens, b), x, 0, w.latent.q_rank);
     });
 }
 
@@ -159,8 +159,9 @@ inline void attend_latents(Work& w, int64_t layer) {
     });
 }
 
-// Expands the mixed latents to the values of each head: packed [B, H U].
+// Expands the mixed latents to the values of each head: packed [B, H U]. Groups of codes may span them.
 inline void expand_values(Work& w, int64_t layer) {
+    const Stack& next = w.model.parts[layer].o;
     const int64_t blocks = (w.latent.value_dim + W - 1) / W, cols = w.model.heads * w.latent.value_dim;
     const int64_t queries = w.model.parts[layer].q.rows;
     w.share(w.model.heads * blocks, 1, [&](int64_t task) {
@@ -172,7 +173,8 @@ inline void expand_values(Work& w, int64_t layer) {
             const float* mixed = w.absorbed.mixed + (b * w.model.heads + head) * w.latent.rank;
             dots(tokens, mixed, w.model.heads * w.latent.rank, up, count, w.latent.rank, w.scratch, W);
             for (int64_t t = 0; t < tokens; ++t) {
-                const Packed to(w.engine.packed, w.tokens, b + t, cols);
+                Packed to(w.engine.packed, w.tokens, b + t, cols);
+                if (takes_codes(next)) to.to = w.engine.attended + (b + t) * cols, to.stride = 1;
                 float share = 1.0f;
                 if (w.model.gate_dim) {  // after the queries
                     const float* gates = w.absorbed.wide + (b + t) * queries + w.model.heads * query_size(w);
@@ -180,9 +182,14 @@ inline void expand_values(Work& w, int64_t layer) {
                 }
                 for (int64_t i = 0; i < count; ++i)
                     to.put(head * w.latent.value_dim + first + i, w.scratch[t * W + i] * share);
-                if (task == w.model.heads * blocks - 1) to.end(cols);
+                if (task == w.model.heads * blocks - 1 && !takes_codes(next)) to.end(cols);
             }
         }
+    });
+    if (!takes_codes(next)) return;
+    w.end_part();
+    make_input(w, next, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        std::copy_n(w.engine.attended + b * cols + first, count, out);
     });
 }
 

@@ -31,7 +31,7 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     for (int64_t layer = 0; layer < model.layers; ++layer) {
         const LayerParts& parts = model.parts[layer];
         projected = std::max(projected, head_numbers(parts));
-        widest = std::max(widest, parts.qkv_rest.rows ? 2 * padded(model.hidden) : 0);
+        widest = std::max(widest, parts.qkv_rest.rows || model.latent.rank ? 2 * padded(model.hidden) : 0);
         expanded = std::max(expanded, parts.gate_up.rows);
         whole = std::max({whole, whole_input(parts.o, parts.kv_heads),
                           whole_input(parts.recurrent_out, model.recurrent.key_heads)});

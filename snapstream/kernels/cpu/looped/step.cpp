@@ -313,13 +313,18 @@ void both_stage(Work& w, int64_t layer, int64_t stage) {
 void latent_stage(Work& w, int64_t layer, int64_t stage) {
     const LayerParts& own = w.model.parts[layer];
     const bool is_direct = !w.latent.q_rank;
+    const Stack& first = is_direct ? own.q : own.q_a;  // besides that of the latents
     if (is_direct && stage > 2) stage += 2;
     switch (stage) {
         case 0:
             return norm_input(w, own.input_norm, own.kv_a, turn_before(w, layer),
-                              layer ? last_norm(w, layer - 1) : nullptr);
+                              layer ? last_norm(w, layer - 1) : nullptr, 1.0f, &first);
         case 1: return project(w, own.kv_a, nullptr, w.absorbed.kept);
-        case 2: return is_direct ? project(w, own.q, nullptr, w.absorbed.wide) : project(w, own.q_a, nullptr, w.absorbed.narrow);
+        case 2: {
+            const int64_t apart = shares_input(own.kv_a, first) ? 0 : rest_of_input(w, own.kv_a);
+            float* to = is_direct ? w.absorbed.wide : w.absorbed.narrow;
+            return project(w, first, nullptr, to, w.engine.packed + apart);
+        }
         case 3: return norm_narrow(w, layer);
         case 4: return project(w, own.q, nullptr, w.absorbed.wide);
         case 5: return absorb(w, layer);

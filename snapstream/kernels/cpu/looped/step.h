@@ -126,9 +126,9 @@ inline Turn turn_before_mlp(const Work& w, int64_t layer) {
 // This rank's partial sum, [B, D].
 inline float* own_part(Work& w, Turn turn) { return w.ranks.part(turn, w.ranks.rank); }
 
-// Whether `qkv` and `qkv_rest` read the same input: what is not rounded to codes, each of its own group.
+// Whether two matrices, as `qkv` and `qkv_rest`, read the same packed input.
 inline bool shares_input(const Stack& one, const Stack& rest) {
-    return one.inputs == rest.inputs && !takes_codes(one);
+    return one.inputs == rest.inputs && (!takes_codes(one) || (one.format == rest.format && one.group == rest.group));
 }
 
 // Where otherwise that of the rest begins.
