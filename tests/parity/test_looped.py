@@ -451,7 +451,9 @@ def rounding(width: str) -> WeightFormats:
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())
-@pytest.mark.parametrize("formats", [*map(WeightFormats.of, WIDTHS), *map(rounding, ["bfloat16", "int8", "int4", "mxfp4"])])
+@pytest.mark.parametrize(
+    "formats", [*map(WeightFormats.of, WIDTHS), *map(rounding, ["bfloat16", "int8", "int4", "mxfp4"])]
+)
 def test_many_rows_get_the_bits_of_one(formats: WeightFormats, instructions: Any) -> None:
     """More than a product takes at a time, in groups of unequal size."""
     library = load(instructions)

@@ -91,22 +91,26 @@ def config_of(folder: Path, width: Width) -> EngineConfig:
     )
 
 
+@pytest.mark.parametrize("folder", [TINY_MODEL, TINY_LATENT_MODEL])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_decode_of_latents_takes_inputs_as_they_are(bits: str) -> None:
-    fits, other = WIDTHS[f"{bits}-prefill"], WIDTHS[f"{bits}-auto"]
-    fits.check(config_of(TINY_LATENT_MODEL, fits))
-    assert "activations" not in fits.settings and fits.settings["prefill_inputs"] == "bfloat16"
-    with pytest.raises(ValueError, match=f"this width is for the former: '{bits}-auto'"):
-        other.check(config_of(TINY_LATENT_MODEL, other))
+def test_decode_over_integers_rounds_by_itself(bits: str, folder: Path) -> None:
+    fits = WIDTHS[f"{bits}-auto"]
+    fits.check(config_of(folder, fits))
+    assert fits.settings["activations"] == "int8" and fits.settings["prefill_inputs"] == "bfloat16"
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_decode_of_dense_models_rounds_by_itself(bits: str) -> None:
-    fits, other = WIDTHS[f"{bits}-auto"], WIDTHS[f"{bits}-prefill"]
-    fits.check(config_of(TINY_MODEL, fits))
-    assert fits.settings["activations"] == "int8"
-    with pytest.raises(ValueError, match=f"this width is for the latter: '{bits}-prefill'"):
-        other.check(config_of(TINY_MODEL, other))
+def test_decode_over_bf16_rounds_in_dense_models_alone() -> None:
+    rounds, other = WIDTHS["bfloat16-auto"], WIDTHS["bfloat16-prefill"]
+    latents, dense = config_of(TINY_LATENT_MODEL, other), config_of(TINY_MODEL, rounds)
+    assert dense.weights is not None
+    dense = replace(dense, weights=dense.weights.rounding_to_bf16())
+    other.check(latents)
+    rounds.check(dense)
+    assert "activations" not in other.settings and other.settings["prefill_inputs"] == "bfloat16"
+    with pytest.raises(ValueError, match="this width is for the former: 'bfloat16-auto'"):
+        rounds.check(latents)
+    with pytest.raises(ValueError, match="this width is for the latter: 'bfloat16-prefill'"):
+        other.check(dense)
 
 
 @pytest.mark.parametrize("name", NEVER)
