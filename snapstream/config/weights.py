@@ -121,9 +121,7 @@ class WeightFormats:
     def decode_inputs(self) -> Literal["bfloat16", "int8"] | None:
         """What decode rounds inputs of the layers' GEMMs to."""
         rounding = [form for form in (self.layers, *self.own) if form.rounds_inputs]
-        if any(form.group for form in rounding):
-            return "int8"
-        return "bfloat16" if rounding else None
+        return "int8" if any(form.group for form in rounding) else "bfloat16" if rounding else None
 
     def describe(self) -> str:
         """``bfloat16``, or ``int4 in groups of 32, attention, embedding and head int8 in groups of 32``."""

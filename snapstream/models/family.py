@@ -204,7 +204,10 @@ class Family:
                 raise ValueError(f"text_config is {inner!r}; it must be an object of settings")
             settings = {**settings, **inner}
         own = self.text_parts.get(str(settings.get("model_type")), self)
-        return own.rewrite({"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **own.defaults, **settings})
+        defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **own.defaults}
+        if settings.get("rope_parameters") is not None:  # the other spelling of one dict
+            defaults.pop("rope_scaling", None)
+        return own.rewrite({**defaults, **settings})
 
 
 def read_sigmoid_moe(settings: Settings) -> MoEConfig:

@@ -646,6 +646,7 @@ ARCHITECTURES = {
             "attn_sinks.weight": "self_attn.sinks",
         },
         rope={"truncate": False},
+        settings={"rope_scaling": None},
         merged={"gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"), "down_proj": ("ffn_down_exps",)},
     ),
 }  # fmt: skip

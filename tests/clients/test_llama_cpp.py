@@ -135,6 +135,22 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
         assert abs(scores[theirs[at][place]] - scores[shown[at][place]]) < gap
 
 
+def test_log_probabilities_of_gpt_oss(tmp_path: Path) -> None:
+    """Experts are MXFP4, whose inputs llama.cpp rounds. It truncates YaRN, unlike the published model."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 64,
+                             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    folder = save(make_model("gpt-oss", **sizes, swiglu_limit=7.0), tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", {"exps": "MXFP4", "": "F32"}, tokens=WORDS)
+    with LLM(file, max_model_len=128, budget="full", progress=False, activations="dtype") as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=1, temperature=0.0, logprobs=20))
+    found = llama_cpp(file, "complete", [{"n_predict": 1, "n_probs": 6, "prompt": prompt} for prompt in PROMPTS])
+    for output, theirs in zip(outputs, found, strict=True):
+        assert output.logprobs is not None
+        ours = dict(output.logprobs[0].top)
+        for own in theirs["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
+            assert ours[own["id"]] == pytest.approx(own["logprob"], abs=0.3)
+
+
 PRES = [name for name in PATTERNS if name != "kimi-k2"]  # which has no merges there
 
 

@@ -1009,6 +1009,10 @@ def test_gpt_oss() -> None:
     assert small.moe is not None and small.moe.clamp == (7.0, 1.702)
     old = {name: value for name, value in GPT_OSS_20B.items() if name not in ("rope_scaling", "layer_types")}
     assert model_config_from_dict(old) == small  # as the config class of transformers fills them in
+    scaling = {"rope_theta": 150000, **GPT_OSS_20B["rope_scaling"]}
+    assert model_config_from_dict(old | {"rope_parameters": scaling}) == small  # as transformers 5 writes it
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    assert model_config_from_dict(old | {"rope_parameters": plain}).rope == RopeConfig(theta=10000.0)
 
 
 GEMMA4: dict[str, Any] = {
