@@ -47,7 +47,7 @@ inline void norm_narrow(Work& w, int64_t layer) {
         float* x = w.absorbed.narrow + b * w.latent.q_rank;
         const float* weight = w.latent.q_a_norm + place_of(w, layer) * w.latent.q_rank;
         const float factor = norm_factor(x, w.latent.q_rank, LATENT_EPS);
-        for (int64_t i = 0; i < w.latent.q_rank; ++i) x[i] *= factor * weight[i];
+        for (int64_t i = 0; i < w.latent.q_rank; ++i) x[i] = x[i] * factor * weight[i];
         put_input(w.model.parts[layer].q, w.engine.packed, Place(w.tokens, b), x, 0, w.latent.q_rank);
     });
 }
