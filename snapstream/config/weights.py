@@ -75,6 +75,11 @@ class WeightFormat:
         """Of a number, without its share of a scale."""
         return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
 
+    def rounded(self, inputs: Literal["bfloat16", "int8"] | None) -> Literal["bfloat16", "int8"] | None:
+        """What prefill rounds inputs of such a matrix to where ``WeightFormats.prefill_inputs`` is ``inputs``."""
+        fits = self.group > 0 if inputs == "int8" else self.dtype in ("bfloat16", "int8", "int4")
+        return inputs if fits else None
+
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Of a matrix ``[..., out, in]``, scales included."""
         count = prod(shape)

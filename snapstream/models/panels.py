@@ -194,12 +194,10 @@ def make_panels(library: Library, *, prefill_inputs: Literal["bfloat16", "int8"]
             )
         is_table = len(shape) == 2
         if not form.is_quantized:
-            rounds = form.rounds_inputs if is_table else prefill_inputs == form.dtype == "bfloat16"
+            rounds = form.rounds_inputs if is_table else form.rounded(prefill_inputs) is not None
             storage = panels.empty_panels(shape, getattr(torch, form.dtype))
             return PanelMatrix(library, storage, shape, form, inputs="bfloat16" if rounds else "float32")
-        inputs: DType | Literal["int8"] = prefill_inputs or "float32"
-        if inputs == "bfloat16" and form.dtype not in ("int8", "int4"):  # there is no such product
-            inputs = "float32"
+        inputs: DType | Literal["int8"] = form.rounded(prefill_inputs) or "float32"
         if is_table:
             inputs = "int8" if form.rounds_inputs else "float32"
         storage = memory.zeros(panels.code_panel_shape(shape, form), torch.uint8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class DequantizedLayer:
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        inputs: str | None = None,
+        inputs: Literal["bfloat16", "int8"] | None = None,
     ) -> None:
         """``stacks``: by name, the low-precision matrices and the layers that have one; ``inputs``: see
         ``WeightFormats.prefill_inputs``.
@@ -50,18 +51,16 @@ class DequantizedLayer:
 
     def matrices(self, layer: int) -> dict[str, Matrix]:
         """Views of the buffer, for when it holds ``layer``."""
-        return _by_base_name(
-            {
-                name: Matrix(self._data[name]).with_rounded_inputs(self._inputs, stack.form.group)
-                for name, (stack, layers) in self._stacks.items()
-                if layer in layers
-            }
-        )
+        return {
+            name: Matrix(self._data[name]).with_rounded_inputs(stack.form.rounded(self._inputs), stack.form.group)
+            for name, (stack, layers) in self._stacks.items()
+            if layer in layers
+        }
 
     def experts(self, stored: Mapping[str, Matrix]) -> dict[str, Matrix]:
         """The experts among a layer's ``stored`` matrices, as prefill multiplies with them."""
         return {
-            name: matrix.with_rounded_inputs(self._inputs, matrix.form.group)
+            name: matrix.with_rounded_inputs(matrix.form.rounded(self._inputs), matrix.form.group)
             for name, matrix in stored.items()
             if len(matrix.shape) == 3
         }
@@ -214,23 +213,25 @@ class DecoderWeights:
         self.vectors["lm_head_bias"].add_(logits)
 
     def layer(self, index: int) -> LayerWeights:
+        return self._layer(index, {})
+
+    def _layer(self, index: int, instead: Mapping[str, Matrix]) -> LayerWeights:
+        """``instead``: of stored matrices of the same names; others of the same matrix are rows of it all the same."""
         places = {}  # of this layer in the stacks
         for name, spec in tensor_specs(self.config).items():
             layers = spec.layers_of(self.config.num_layers)
             if spec.per_layer and index in layers:
                 places[name] = layers.index(index)
-        return LayerWeights(
-            _by_base_name({name: self.matrices[name][at] for name, at in places.items() if name in self.matrices}),
-            {base_name(name): self.vectors[name][at] for name, at in places.items() if name in self.vectors},
-        )
+        stored = {name: self.matrices[name][at] for name, at in places.items() if name in self.matrices}
+        vectors = {base_name(name): self.vectors[name][at] for name, at in places.items() if name in self.vectors}
+        return LayerWeights(_by_base_name({**stored, **instead}), vectors)
 
     def prefill_layer(self, index: int) -> LayerWeights:
         """As ``layer``, with views of the shared buffer, for when it holds this layer."""
-        own = self.layer(index)
         if self.dequantized is None:
-            return own
-        experts = self.dequantized.experts(own.matrices)
-        return LayerWeights({**own.matrices, **experts, **self.dequantized.matrices(index)}, own.vectors)
+            return self.layer(index)
+        own = self._layer(index, self.dequantized.matrices(index))
+        return LayerWeights({**own.matrices, **self.dequantized.experts(own.matrices)}, own.vectors)
 
 
 def _by_base_name(matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:

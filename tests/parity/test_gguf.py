@@ -146,6 +146,10 @@ KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of 
      {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", "BF16", {"qkv": "bfloat16", "down": "bfloat16", "embed": "bfloat16"}),
     ("qwen2", "F16", {"qkv": FP16, "down": FP16, "embed": FP16}),
+    ("qwen3", {"attn_v": "F16", "0.ffn_down": "F16", "": "Q4_K"},
+     {"qkv.uint4-32+uint4-32+other.0": UINT4, "qkv.uint4-32+uint4-32+other.1": FP16, "down": FP16,
+      "down.uint4-32": UINT4}),
+    ("qwen3", {"attn_q": "F32", "": "Q6_K"}, {"qkv.other+int8-16+int8-16.0": "float32", "down": FINE, "embed": FINE}),
 ]  # fmt: skip
 
 
@@ -167,7 +171,7 @@ def weights_of(folder: Path, width: Any) -> dict[tuple[str, int | None], torch.T
         return numbers_of(llm.engine.runner.decoder.weights)  # type: ignore[attr-defined]
 
 
-QUICK = {2, 8, 10, 12, 19, 20}  # without the slow tests: one of each family, and each way to read a tensor
+QUICK = {2, 8, 10, 12, 19, 20, 22, 23}  # without the slow tests: one of each family, and each way to read a tensor
 
 
 @pytest.mark.parametrize(
