@@ -4,6 +4,7 @@
     python -m benchmarks.peers.llama_bench --save             # 0.6B, 1B and 4B in q4_0, and a hybrid
     python -m benchmarks.peers.llama_bench --shapes qwen3-0.6b --depths 4096 16384
     python -m benchmarks.peers.llama_bench --shapes qwen3-30b-a3b-24th --kinds q4_k_m q4_0 --save    # a mixture
+    python -m benchmarks.peers.llama_bench --shapes gpt-oss-20b-12th --kinds q8_0    # whose experts are MXFP4
     python -m benchmarks.peers.llama_bench --shapes tiny      # tries it, in seconds
     python -m benchmarks.peers.llama_bench --ik-llama-bench PATH    # and ik_llama.cpp's program, built from its source
 
@@ -54,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b-24th": QWEN3_MOE | {"vocab_size": 6331, "hidden_size": 2048, "intermediate_size": 6144,
                                        "moe_intermediate_size": 768, "num_hidden_layers": 2, "num_experts": 128,
                                        "num_experts_per_tok": 8, "num_key_value_heads": 4},
-    # The same of 24 layers and of the vocabulary, without the stretched rotary frequencies.
+    # Of 24 layers and of the vocabulary a 12th each, without the stretched rotary frequencies.
     "gpt-oss-20b-12th": {"architectures": ["GptOssForCausalLM"], "vocab_size": 16757, "hidden_size": 2880,
                          "intermediate_size": 2880, "num_hidden_layers": 2, "num_attention_heads": 64,
                          "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,

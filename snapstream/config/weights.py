@@ -212,7 +212,7 @@ class StoredWeights:
 
     def format_of(self, *, is_attention: bool) -> WeightFormat | None:
         """The quantized format of a matrix of a layer; None for floats."""
-        is_float = self.quantized is not None and self.quantized.is_mxfp4  # of attention beside experts
+        is_float = self.quantized is not None and self.quantized.is_mxfp4  # attention of a model with such experts
         return (self.attention or (None if is_float else self.quantized)) if is_attention else self.quantized
 
     def own_format(self, name: str) -> WeightFormat | None:

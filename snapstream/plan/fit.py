@@ -167,7 +167,7 @@ def _is_quantized_again(model: ModelConfig) -> bool:
 def _quantized_formats(
     quantized: WeightFormat, stored: StoredWeights, wanted: str, other: WeightFormat
 ) -> WeightFormats:
-    """Layers as a quantized checkpoint has them; attention that it has in floats beside MXFP4 experts as ``other``."""
+    """Layers as a quantized checkpoint has them; ``other``: of attention in floats, which MXFP4 experts allow."""
     if wanted not in ("auto", quantized.dtype):
         known = "'auto'" if quantized.is_fp8 or quantized.is_mxfp4 else f"'auto' or {quantized.dtype!r}"
         raise ValueError(f"weights is {wanted!r}; the checkpoint has {stored.describe_quantized()}: use {known}")

@@ -136,7 +136,7 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
 
 
 def test_log_probabilities_of_gpt_oss(tmp_path: Path) -> None:
-    """Experts are MXFP4, whose inputs llama.cpp rounds: by up to 0.31 here, where another rotation makes 1.2 to 7.7. It
+    """Experts are MXFP4, whose inputs llama.cpp rounds: by up to 0.31 here, where another rotation makes 2.1 to 5.1. It
     truncates YaRN, unlike the published model.
     """
     sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 64,
