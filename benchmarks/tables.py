@@ -306,6 +306,9 @@ def llama_bench(figures: dict[str, Any]) -> str:
             share = f"{own['read_share'][test]:.0%}" if test in own["read_share"] else ""
             rates = [f"{rate:,.1f}" for rate in (*others, mine)]
             rows.append([file, test, *rates, f"{mine / max(others):.2f}x", share])
+            if test in own.get("quarter", ()):
+                less = mean(own["quarter"][test])
+                rows.append([file, f"{test}, a quarter", *rates[:-1], f"{less:,.1f}", f"{less / max(others):.2f}x", ""])
     heads = ["file", "test", *(f"{names[peer]}, tokens/s" for peer in peers), "snapstream, tokens/s"]
     heads += ["ratio" if len(peers) == 1 else "to the best", "of the read rate"]
     engines = ", ".join(dict.fromkeys(model[peer]["engine"] for model in figures["models"] for peer in peers))

@@ -8,9 +8,10 @@
     python -m benchmarks.peers.llama_bench --shapes tiny      # tries it, in seconds
     python -m benchmarks.peers.llama_bench --ik-llama-bench PATH    # and ik_llama.cpp's program, built from its source
 
-They measure in turn a prompt of 512 tokens, and 128 tokens after a prompt of one and of each depth, with a full cache,
-as many threads and else their own defaults. llama.cpp is its own program llama-bench or, without one, xllamacpp, whose
-own times count. A file is deleted before the next is written.
+They measure in turn a prompt of 512 tokens and of each depth, and 128 tokens after a prompt of one and of each depth,
+with a full cache, as many threads and else their own defaults; snapstream also with a quarter of the depth as slots.
+llama.cpp is its own program llama-bench or, without one, xllamacpp, whose own times count. A file is deleted before the
+next is written.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def tests_of(depths: list[int]) -> dict[str, tuple[int, int]]:
     """By name: the prompt and the new tokens."""
-    return {"pp512": (512, 0), "tg128": (0, 128)} | {f"tg128 @ {depth}": (depth, 128) for depth in depths}
+    tests = {"pp512": (512, 0), "tg128": (0, 128)}
+    for depth in depths:
+        tests |= {f"pp{depth}": (depth, 0), f"tg128 @ {depth}": (depth, 128)}
+    return tests
 
 
 def run(command: list[str], threads: int) -> Any:
@@ -83,13 +87,17 @@ def run(command: list[str], threads: int) -> Any:
 
 def own_figures(file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
     """Tokens per second of ``snapstream bench``, and what it says about its engine."""
-    lengths = "-p", "512", "-n", "128", "-d", ",".join(map(str, [0, *depths]))
-    found = run([sys.executable, "-m", "snapstream.cli", "bench", str(file), *lengths, "-r", str(repetitions),
-                 "--budget", "full", "--json"], threads)  # fmt: skip
+    command = [sys.executable, "-m", "snapstream.cli", "bench", str(file), "-n", "128", "-r", str(repetitions), "--json"]
+    lengths = "-p", "512", "-d", ",".join(map(str, [0, *depths]))
+    found = run([*command, *lengths, "--budget", "full"], threads)
     tests = {test["test"]: test["tokens_per_s"] for test in found["tests"]}
     about = {name: found[name] for name in ("version", "executor", "weights", "rows")}
     shares = {test["test"]: test["read_share"] for test in found["tests"] if test["read_share"] is not None}
-    return {**about, "read_gb_per_s": found["read_bytes_per_s"] / 1e9, "read_share": shares, "tokens_per_s": tests}
+    rows = {**about, "read_gb_per_s": found["read_bytes_per_s"] / 1e9, "read_share": shares, "tokens_per_s": tests}
+    for depth in depths:
+        found = run([*command, "-p", "0", "-d", str(depth), "--budget", str(depth // 4)], threads)
+        rows.setdefault("quarter", {})[f"tg128 @ {depth}"] = found["tests"][-1]["tokens_per_s"]
+    return rows
 
 
 def peer_figures(program: Path | None, file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
@@ -102,8 +110,10 @@ def peer_figures(program: Path | None, file: Path, threads: int, repetitions: in
         module = Path(__file__).parent / "rates_llama_cpp.py"
         found: dict[str, Any] = run([str(python), str(module), str(file), *numbers], threads)
         return found
-    command = [str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads)]
-    tests = run([*command, "-d", ",".join(map(str, [0, *depths])), "-o", "json"], threads)
+    command = [str(program), "-m", str(file), "-n", "128", "-r", str(repetitions), "-t", str(threads), "-o", "json"]
+    tests = run([*command, "-p", ",".join(map(str, [512, *depths]))], threads)
+    if depths:
+        tests += run([*command, "-p", "0", "-d", ",".join(map(str, depths))], threads)
     rates = {name: test["samples_ts"] for name, (num_prompt, num_new) in tests_of(depths).items() for test in tests
              if (test["n_prompt"], test["n_gen"], test.get("n_depth", 0))
              == ((0, num_new, num_prompt) if num_new else (num_prompt, 0, 0))}  # fmt: skip
@@ -115,7 +125,8 @@ def fork_figures(program: Path, file: Path, threads: int, repetitions: int, dept
     """The same of ik_llama.cpp, a fork of it made for CPUs. It repacks weights as it starts (-rtr), and its llama-bench
     names depths otherwise.
     """
-    command = [str(program), "-m", str(file), "-p", "512", "-n", "128", "-r", str(repetitions), "-t", str(threads)]
+    prompts = ",".join(map(str, [512, *depths]))
+    command = [str(program), "-m", str(file), "-p", prompts, "-n", "128", "-r", str(repetitions), "-t", str(threads)]
     after = [part for depth in depths for part in ("-gp", f"{depth},128")]
     tests = run([*command, *after, "-rtr", "1", "-o", "json"], threads)
     rates = {test["test"].replace("@pp", " @ "): test["samples_ts"] for test in tests}

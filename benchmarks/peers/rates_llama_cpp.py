@@ -1,4 +1,4 @@
-"""pp512 and tg128 of a GGUF file in llama.cpp (xllamacpp), by its own clock, as JSON: FILE THREADS REPETITIONS DEPTH...
+"""pp512 and tg128 of a GGUF file, and of each depth prefill and decode, in llama.cpp (xllamacpp), by its own clock, as JSON: FILE THREADS REPETITIONS DEPTH...
 
 For ``llama_bench.py``, where llama.cpp's own program is not at hand. Standard library and xllamacpp only.
 """
@@ -45,14 +45,15 @@ def main() -> None:
         found: dict[str, float] = answer["timings"]
         return found
 
-    rates: dict[str, list[float]] = {"pp512": [], "tg128": [], **{f"tg128 @ {depth}": [] for depth in depths}}
+    rates: dict[str, list[float]] = {}
     for repetition in range(repetitions + 1):
-        prefill = timings(512, 1)
-        decoded = [timings(depth, 129) for depth in (1, *depths)]
-        if repetition:
-            rates["pp512"].append(prefill["prompt_n"] / prefill["prompt_ms"] * 1e3)
-            for name, decode in zip(list(rates)[1:], decoded, strict=True):  # the first token is prefill's
-                rates[name].append((decode["predicted_n"] - 1) / decode["predicted_ms"] * 1e3)
+        for length, num_new in [(512, 1), *((depth, 129) for depth in (1, *depths))]:
+            found = timings(length, num_new)
+            if repetition and length > 1:
+                rates.setdefault(f"pp{length}", []).append(found["prompt_n"] / found["prompt_ms"] * 1e3)
+            if repetition and num_new > 1:  # the first token is prefill's
+                name = "tg128" + f" @ {length}" * (length > 1)
+                rates.setdefault(name, []).append((found["predicted_n"] - 1) / found["predicted_ms"] * 1e3)
     with os.fdopen(printed, "w") as out:
         out.write(json.dumps({"engine": f"xllamacpp {build()}", "tokens_per_s": rates}))
 

@@ -97,6 +97,21 @@ class Result:
     spread: float  # standard deviation; 0 of one repetition
     read_share: float | None = None  # of the measured read rate; of decode
 
+    @classmethod
+    def of(cls, test: Test, rows: int, rates: list[float], read: float | None = None) -> Result:
+        """``read``: seconds that reading takes, per token."""
+        mean = fmean(rates)
+        return cls(
+            test=test.name,
+            num_prompt=test.num_prompt,
+            num_new=test.num_new,
+            rows=rows,
+            tokens_per_s=rates,
+            mean=mean,
+            spread=stdev(rates) if len(rates) > 1 else 0.0,
+            read_share=None if read is None else read * mean,
+        )
+
 
 def bench(
     flags: Annotated[BenchFlags, TESTS],
@@ -148,11 +163,7 @@ def make_tests(flags: BenchFlags) -> list[Test]:
         numbers(name, getattr(flags, name)) for name in ("n_prompt", "n_gen", "n_depth")
     )  # fmt: skip
     found = [Test(length) for length in prompts if length]
-    for depth in depths:
-        for length in outputs:
-            if length:
-                found += [Test(depth)] if depth else []
-                found.append(Test(max(depth, 1), length))
+    found += [Test(max(depth, 1), length) for depth in depths for length in outputs if length]
     check(bool(found), "nothing to measure: n_prompt and n_gen are 0")
     return list(dict.fromkeys(found))
 
@@ -165,35 +176,24 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 def measure(llm: LLM, tests: list[Test], rows: int, read_rate: float, flags: BenchFlags) -> Iterator[Result]:
-    """Run every test once unmeasured, then ``repetitions`` times."""
+    """Run every test once unmeasured, then ``repetitions`` times. The prompt of a decode test is a prefill test, too."""
     random = Random(flags.seed)
+    seen = set(tests)
     for test in tests:
         samples = rows if test.num_new else 1
         params = SamplingParams(n=samples, max_tokens=test.num_new + 1, temperature=0.0, ignore_eos=True)
-        rates = []
-        for repetition in range(flags.repetitions + 1):
+        timings = []
+        for _ in range(flags.repetitions + 1):
             prompt = [random.randrange(llm.model_config.vocab_size) for _ in range(test.num_prompt)]
-            timings = llm.generate([prompt], params)[0].timings
-            tokens, spent_ms = (
-                (samples * test.num_new, timings.decode_ms) if test.num_new else (test.num_prompt, timings.prefill_ms)
-            )
-            if repetition:
-                rates.append(tokens / spent_ms * 1e3)
-        mean = fmean(rates)
-        share = None
+            timings.append(llm.generate([prompt], params)[0].timings)
+        prefill = Test(test.num_prompt)
+        if test == prefill or (test.num_prompt > 1 and prefill not in seen):
+            seen.add(prefill)
+            yield Result.of(prefill, 1, [test.num_prompt / found.prefill_ms * 1e3 for found in timings[1:]])
         if test.num_new:
             read = step_bytes(llm.model_config, llm.config, samples, test.num_prompt + test.num_new // 2)
-            share = read * mean / samples / read_rate
-        yield Result(
-            test=test.name,
-            num_prompt=test.num_prompt,
-            num_new=test.num_new,
-            rows=samples,
-            tokens_per_s=rates,
-            mean=mean,
-            spread=stdev(rates) if len(rates) > 1 else 0.0,
-            read_share=share,
-        )
+            rates = [samples * test.num_new / found.decode_ms * 1e3 for found in timings[1:]]
+            yield Result.of(test, samples, rates, read / samples / read_rate)
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig, num_rows: int, num_tokens: int) -> int:

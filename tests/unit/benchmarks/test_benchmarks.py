@@ -234,17 +234,19 @@ def test_llama_benchs_own_names(tmp_path: Path) -> None:
     tests = [
         {"n_prompt": 512, "n_gen": 0, "samples_ts": [3.0, 4.0]},
         {"n_prompt": 0, "n_gen": 128, "samples_ts": [2.0]},
+        {"n_prompt": 64, "n_gen": 0, "samples_ts": [5.0]},
         {"n_prompt": 0, "n_gen": 128, "n_depth": 64, "samples_ts": [1.5]},
     ]
     about = {"build_number": 7, "build_commit": "abc"}
     program.write_text(f"#!/bin/sh\necho '{json.dumps([test | about for test in tests])}'\n")
     program.chmod(0o755)
     found = peer_figures(program, tmp_path / "model.gguf", 2, 1, [64])
-    rates = {"pp512": [3.0, 4.0], "tg128": [2.0], "tg128 @ 64": [1.5]}
+    rates = {"pp512": [3.0, 4.0], "tg128": [2.0], "pp64": [5.0], "tg128 @ 64": [1.5]}
     assert found == {"engine": "llama-bench 7 (abc)", "tokens_per_s": rates}
     forks = [
         {"test": "pp512", "samples_ts": [3.0, 4.0]},
         {"test": "tg128", "samples_ts": [2.0]},
+        {"test": "pp64", "samples_ts": [5.0]},
         {"test": "tg128@pp64", "samples_ts": [1.5]},
     ]
     program.write_text(f"#!/bin/sh\necho '{json.dumps([test | about for test in forks])}'\n")
@@ -265,6 +267,8 @@ def test_the_best_of_two_programs_counts() -> None:
     assert "| ratio |" in text and "| tiny q4_0, 2.00 GB | pp512 | 3.0 | 6.0 | 2.00x |  |" in text
     text = tables.llama_bench({"threads": 2, "models": [model | {"ik_llama_cpp": engine(4.0, "b 2")}]})
     assert "| to the best |" in text and "| 3.0 | 4.0 | 6.0 | 1.50x |" in text and "a 1, b 2, 2 threads." in text
+    model["snapstream"] |= {"quarter": {"pp512": [9.0]}}
+    assert "| pp512, a quarter | 3.0 | 9.0 | 3.00x |  |" in tables.llama_bench({"threads": 2, "models": [model]})
 
 
 def test_the_table_of_peers() -> None:

@@ -22,7 +22,7 @@ from snapstream.models.weights import DecoderWeights
     ("flags", "names"),
     [
         (BenchFlags(), ["pp512", "tg128"]),
-        (BenchFlags(n_prompt="0", n_gen="8,16", n_depth="0,64"), ["tg8", "tg16", "pp64", "tg8 @ 64", "tg16 @ 64"]),
+        (BenchFlags(n_prompt="0", n_gen="8,16", n_depth="0,64"), ["tg8", "tg16", "tg8 @ 64", "tg16 @ 64"]),
         (BenchFlags(n_prompt="64", n_depth="64", n_gen="8"), ["pp64", "tg8 @ 64"]),
         (BenchFlags(n_gen="0", n_depth="64"), ["pp512"]),
     ],
