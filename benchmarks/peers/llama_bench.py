@@ -87,7 +87,8 @@ def run(command: list[str], threads: int) -> Any:
 
 def own_figures(file: Path, threads: int, repetitions: int, depths: list[int]) -> dict[str, Any]:
     """Tokens per second of ``snapstream bench``, and what it says about its engine."""
-    command = [sys.executable, "-m", "snapstream.cli", "bench", str(file), "-n", "128", "-r", str(repetitions), "--json"]
+    program = sys.executable, "-m", "snapstream.cli", "bench"
+    command = [*program, str(file), "-n", "128", "-r", str(repetitions), "--json"]
     lengths = "-p", "512", "-d", ",".join(map(str, [0, *depths]))
     found = run([*command, *lengths, "--budget", "full"], threads)
     tests = {test["test"]: test["tokens_per_s"] for test in found["tests"]}

@@ -1,6 +1,7 @@
-"""pp512 and tg128 of a GGUF file, and of each depth prefill and decode, in llama.cpp (xllamacpp), by its own clock, as JSON: FILE THREADS REPETITIONS DEPTH...
+"""Prefill and decode of a GGUF file in llama.cpp (xllamacpp), by its own clock: FILE THREADS REPETITIONS DEPTH...
 
-For ``llama_bench.py``, where llama.cpp's own program is not at hand. Standard library and xllamacpp only.
+Prints the tests of ``llama_bench.py`` as JSON, where llama.cpp's own program is not at hand. Standard library and
+xllamacpp only.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 def measure(llm: LLM, tests: list[Test], rows: int, read_rate: float, flags: BenchFlags) -> Iterator[Result]:
-    """Run every test once unmeasured, then ``repetitions`` times. The prompt of a decode test is a prefill test, too."""
+    """Run every test once unmeasured, then ``repetitions`` times. A decode test's prompt is a prefill test, too."""
     random = Random(flags.seed)
     seen = set(tests)
     for test in tests:
