@@ -188,7 +188,7 @@ def widths_table(model: Path) -> str:
                 values.append("" if cell is None else _beside(cell, own.get(_prompts(cell))))
             part = tables.part_of(slots, found[0]["settings"]["prompt_len"])
             inputs = {"int8": "int8", "bfloat16": "bf16"}.get(own_width.settings.get("activations", ""), "fp32")
-            read = {"int8": "int8", "bfloat16": "bf16", None: "fp32"}[own_width.prefill_inputs]
+            read = {"int8": "int8", "int16": "int16", "bfloat16": "bf16", None: "fp32"}[own_width.prefill_inputs]
             rows.append([own_width.words, read, inputs, tables.ARM_NAMES[arm], part, *values])
     heads = ["weights", "inputs in prefill", "in decode", "cache", "slots", *names]
     return f"{tables.note_of(found)}\n\n{table(heads, rows)}"

@@ -5,17 +5,16 @@ layer or the head sees its input after a trip through int8, which is what looped
 that multiplies bf16 an engine rounds what prefill multiplies to bf16 by itself. ``-auto`` is what it then does in
 models whose decode rounds too: to int8 beside codes, to bf16 beside weights of bf16. ``-prefill`` is what it does in
 models with latents or experts in bf16, whose decode does not. ``-all8`` rounds to int8 in prefill, too, as an engine
-does where that is the fastest.
+does where that is the fastest, ``-int16`` to int16.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.config.weights import QUANTIZED_BITS, ActivationOption, WeightsOption
+from snapstream.config.weights import QUANTIZED_BITS, ActivationOption, PrefillInputs, WeightsOption
 from snapstream.grammar import GrammarCompiler
 from snapstream.startup.build import MakeRunner, build_runner
 from snapstream.step import Runner
@@ -41,7 +40,7 @@ class Width:
     weights: WeightsOption = "auto"
     activations: ActivationOption = "dtype"
     is_everywhere: bool = False  # of int4: attention too
-    prefill_inputs: Literal["bfloat16", "int8"] | None = None  # what auto rounds to where a processor gains by it
+    prefill_inputs: PrefillInputs | None = None  # what auto rounds to where a processor gains by it
     rounds_decode: bool = False  # to int8 beside codes, else to bf16
 
     @property
@@ -80,6 +79,7 @@ WIDTHS = {
     "bfloat16-auto": Width(
         words="bf16", weights="bfloat16", activations="auto", prefill_inputs="bfloat16", rounds_decode=True
     ),
+    "bfloat16-int16": Width(words="bf16", weights="bfloat16", activations="auto", prefill_inputs="int16"),
     "int8": Width(words="int8", weights="int8"),
     "int8-a8": Width(words="int8", weights="int8", activations="int8", rounds_decode=True),
     "int8-auto": Width(words="int8", weights="int8", activations="auto", prefill_inputs="bfloat16", rounds_decode=True),

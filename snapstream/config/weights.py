@@ -18,6 +18,7 @@ QuantizedDType = Literal["int8", "int4"]
 WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "uint4", "fp8", "mxfp4"]
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 ActivationOption = Literal["auto", "dtype", "int8"]
+PrefillInputs = Literal["bfloat16", "int8", "int16"]
 
 QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
@@ -28,6 +29,7 @@ MXFP4_GROUP = 32  # numbers along the input that share a power of two
 DEFAULT_GROUP = 32
 GROUPS = (32, 64, 128)
 SUB_BLOCK = 16  # the group of int8 that holds Q6_K of GGUF files
+INT16_GROUP = 32  # numbers along the input that share a scale in products of int16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +77,13 @@ class WeightFormat:
         """Of a number, without its share of a scale."""
         return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
 
-    def rounded(self, inputs: Literal["bfloat16", "int8"] | None) -> Literal["bfloat16", "int8"] | None:
+    def rounded(self, inputs: PrefillInputs | None) -> PrefillInputs | None:
         """What prefill rounds inputs of such a matrix to where ``WeightFormats.prefill_inputs`` is ``inputs``."""
-        fits = self.group > 0 if inputs == "int8" else self.dtype in ("bfloat16", "int8", "int4")
-        return inputs if fits else None
+        if inputs == "bfloat16":
+            return inputs if self.dtype in ("bfloat16", "int8", "int4") else None
+        if self.group:
+            return "int8" if inputs == "int8" else None
+        return "int16" if inputs is not None and self.dtype in ("bfloat16", "float16", "fp8") else None
 
     def num_bytes(self, shape: tuple[int, ...]) -> int:
         """Of a matrix ``[..., out, in]``, scales included."""
@@ -104,8 +109,9 @@ class WeightFormats:
     layers: WeightFormat
     tables: WeightFormat  # the embedding, and the output embedding
     attention: WeightFormat | None = None  # the matrices around attention; None: as the other ones of a layer
-    # What prefill rounds inputs of the layers' GEMMs to, where a CPU is faster at it: int8 per token and group.
-    prefill_inputs: Literal["bfloat16", "int8"] | None = None
+    # What prefill rounds inputs of the layers' GEMMs to, where a CPU is faster at it: int8 per token and group, and
+    # with weights of 16 bits and FP8 int16, per token and 32 numbers, as it rounds these weights; int16: that alone.
+    prefill_inputs: PrefillInputs | None = None
     own: tuple[WeightFormat, ...] = ()  # that matrices of the checkpoint keep, see ``StoredWeights.own``
 
     @classmethod
@@ -138,8 +144,8 @@ class WeightFormats:
         kept = " and ".join(form.describe() for form in self.own)
         first = f"{kept} as stored, other layers {self.layers.describe()}" if kept else self.layers.describe()
         words = ", ".join([first, *(f"{', '.join(names)} {form}" for form, names in others.items())])
-        short = {"bfloat16": "bf16", "int8": "int8", None: ""}
-        prefill, decode = short[self.prefill_inputs], short[self.decode_inputs]
+        short = {"bfloat16": "bf16", None: ""}
+        prefill, decode = (short.get(inputs, str(inputs)) for inputs in (self.prefill_inputs, self.decode_inputs))
         if prefill == decode:
             return f"{words}; inputs {decode}" if decode else words
         parts = {"decode": decode, "prefill": prefill}

@@ -134,19 +134,22 @@ def unpack_words(words: Tensor, bits: int, dim: int, order: tuple[int, ...] | No
     return numbers.flatten(dim, dim + 1).to(torch.int16)
 
 
-def quantize_inputs(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """``x [T, in]`` as whole numbers ``[T, in]`` from -127 to 127, fp32, and scales ``[T, in / group]`` fp32.
+MOST_INT8, MOST_INT16 = 127, 16383  # of an input; a sum of 32 products with weights up to 4,095 fits 32 bits
+
+
+def quantize_inputs(x: Tensor, group: int, most: int = MOST_INT8) -> tuple[Tensor, Tensor]:
+    """``x [T, in]`` as whole numbers ``[T, in]`` from -most to most, fp32, and scales ``[T, in / group]`` fp32.
 
     Scales never leave a product, so they need no narrow dtype. One below the least normal number is 0; what is not
     finite gives a scale that is not.
     """
     groups = x.float().unflatten(-1, (-1, group))
-    scales = over(groups.abs().amax(-1), largest_value(8))
+    scales = over(groups.abs().amax(-1), most)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 0.0, scales)
     return (groups / torch.where(scales == 0, 1.0, scales)[..., None]).round().flatten(-2), scales
 
 
-def round_inputs(x: Tensor, group: int) -> Tensor:
-    """``x [T, in]`` as it is after a trip through int8 per token and group, fp32: what a product of codes sees."""
-    codes, scales = quantize_inputs(x, group)
+def round_inputs(x: Tensor, group: int, most: int = MOST_INT8) -> Tensor:
+    """``x [T, in]`` as it is after a trip through int8, or int16, per token and group, fp32: what a product sees."""
+    codes, scales = quantize_inputs(x, group, most)
     return (codes.unflatten(-1, (-1, group)) * scales[..., None]).flatten(-2)

@@ -156,32 +156,22 @@ def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sinks: Tensor | None 
     return merged[0].transpose(0, 1)
 
 
-def by_cudnn(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
+def attend_by(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
     cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """See ``reference.prefill_attention``; through cuDNN. Every new pair of lengths costs it a plan on the host."""
+    """See ``reference.prefill_attention``; through calls of ``kernel`` without windows and caps."""
     if cap is not None:
         return capped_attention(q, k, v, cap, window, sinks)
     if window is not None and window < k.shape[1]:
         return window_attention(q, k, v, window, sinks)
-    return split(q, k, v, cudnn, sinks)
-
-
-def by_efficient(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None, sinks: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """See ``reference.prefill_attention``; through the memory-efficient kernel, which also takes fp32."""
-    if cap is not None:
-        return capped_attention(q, k, v, cap, window, sinks)
-    if window is not None and window < k.shape[1]:
-        return window_attention(q, k, v, window, sinks)
-    return split(q, k, v, efficient, sinks)
+    return split(q, k, v, kernel, sinks)
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """cuDNN's kernel for ``split``; half precision on an NVIDIA GPU. It takes no single key, so that is done here."""
+    """cuDNN's kernel for ``split``; half precision on an NVIDIA GPU. New lengths cost a plan on the host.
+    It takes no single key, so that is done here.
+    """
     if k.shape[2] == 1:
         group = q.shape[1] // k.shape[1]
         key, value = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)  # [1, H, 1, E]
@@ -198,10 +188,22 @@ def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Ten
 
 
 def efficient(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel for ``split``; fp32 too, on an NVIDIA GPU.
+    """The memory-efficient kernel for ``split``; fp32 too, on an NVIDIA GPU."""
 
-    It wants as many kv heads as query heads. The causal square repeats them, a chunk's worth; over the keys before it
-    there is no mask, so the query heads of a group stand one after the other as queries of one head.
+    def attend(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        found: Any = efficient_operator(*tensors, None, True, 0.0, is_causal)
+        return found[0], found[1]
+
+    return in_equal_heads(attend, q, k, v, is_causal)
+
+
+def in_equal_heads(
+    attend: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """A kernel for ``split`` of one that wants as many kv heads as query heads.
+
+    The causal square repeats them, a chunk's worth; over the keys before it there is no mask, so the query heads of a
+    group stand one after the other as queries of one head.
     """
     _, num_heads, num_queries, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -210,9 +212,9 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor,
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     else:
         q = q.reshape(1, num_kv_heads, group * num_queries, head_dim)
-    found: Any = efficient_operator(q, k, v, None, True, 0.0, is_causal)
-    lse = found[1][:, :, : q.shape[2]]  # padded to whole tiles
-    return found[0].reshape(1, num_heads, num_queries, head_dim), lse.reshape(1, num_heads, num_queries)
+    out, lse = attend(q, k, v)
+    lse = lse[:, :, : q.shape[2]]  # padded to whole tiles by some
+    return out.reshape(1, num_heads, num_queries, head_dim), lse.reshape(1, num_heads, num_queries)
 
 
 # Selector scores in O(queries x chunk) memory. fp32 keys on a CPU are multiplied in place, some queries at a time with

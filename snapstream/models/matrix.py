@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from snapstream.config import WeightFormat
 from snapstream.config.model import Activation
-from snapstream.config.weights import WeightDType
+from snapstream.config.weights import INT16_GROUP, WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
 from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm, Xielu
@@ -114,9 +114,11 @@ class Matrix:
         return self.scales[tuple(of_scales)]
 
     def with_rounded_inputs(self, dtype: str | None, group: int) -> Self:
-        """The same storage, multiplied with inputs rounded to bf16 or int8 (per token and group), as the looped library
-        does in prefill; None: as they are.
+        """The same storage, multiplied with inputs rounded to bf16, int8 (per token and group) or int16, as the looped
+        library does in prefill; None: as they are.
         """
+        if dtype == "int16":
+            dtype, group = None if self.shape[-1] % INT16_GROUP else dtype, INT16_GROUP
         other = copy(self)
         other._rounding, other.form = None if dtype is None else (dtype, group), replace(self.form, rounds_inputs=False)
         return other
@@ -305,7 +307,9 @@ class Matrix:
         if self._rounding is None:
             return x
         dtype, group = self._rounding
-        return groups.round_inputs(x, group) if dtype == "int8" else x.bfloat16().to(x.dtype)
+        if dtype == "bfloat16":
+            return x.bfloat16().to(x.dtype)
+        return groups.round_inputs(x, group, groups.MOST_INT16 if dtype == "int16" else groups.MOST_INT8)
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Ranges of rows of a matrix ``[out, in]`` that are dequantized at a time."""

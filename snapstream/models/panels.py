@@ -6,13 +6,14 @@ stored in whole blocks of 128, so that a block has one scale.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from snapstream.config import DType, WeightFormat
+from snapstream.config import WeightFormat
 from snapstream.config.model import Activation
+from snapstream.config.weights import INT16_GROUP, PrefillInputs
 from snapstream.kernels import memory
 from snapstream.kernels.cpu.looped import panels, prompt
 from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack, address
@@ -175,12 +176,12 @@ class PanelMatrix(Matrix):
             raise TypeError(f"rows {self._rows.start} to {self._rows.stop} of {self._matrix[-2]} cannot be read alone")
 
 
-def make_panels(library: Library, *, prefill_inputs: Literal["bfloat16", "int8"] | None = None) -> MakeMatrix:
+def make_panels(library: Library, *, prefill_inputs: PrefillInputs | None = None) -> MakeMatrix:
     """Allocates matrices in panels, for computation in fp32 on a CPU.
 
-    ``prefill_inputs``: see ``WeightFormats``; bf16 for bf16, int8 and int4 weights, int8 for groups. The output
-    embedding multiplies few tokens, in prefill too, and rounds as in decode. ValueError if this processor has no bf16
-    products; rank 0's decides.
+    ``prefill_inputs``: see ``WeightFormats``; bf16 for bf16, int8 and int4 weights, int8 for groups, int16 where inputs
+    are whole groups of 32. The output embedding multiplies few tokens, in prefill too, and rounds as in decode.
+    ValueError if this processor has no bf16 products; rank 0's decides.
     """
     if prefill_inputs == "bfloat16":
         _need_bf16(library)
@@ -188,18 +189,17 @@ def make_panels(library: Library, *, prefill_inputs: Literal["bfloat16", "int8"]
     def make(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Matrix:
         if form.rounds_inputs and not form.is_quantized:
             _need_bf16(library)
+        inputs: str = form.rounded(prefill_inputs) or "float32"
+        if len(shape) == 2:  # a table
+            inputs = "float32" if not form.rounds_inputs else "int8" if form.is_quantized else "bfloat16"
+        elif inputs == "int16" and shape[-1] % INT16_GROUP:
+            inputs = "float32"
         if form.is_fp8:
-            return PanelMatrix(
-                library, panels.empty_panels(shape, FP8.dtype), shape, form, torch.empty(num_blocks(shape))
-            )
-        is_table = len(shape) == 2
+            blocks, scales = panels.empty_panels(shape, FP8.dtype), torch.empty(num_blocks(shape))
+            return PanelMatrix(library, blocks, shape, form, scales, inputs=inputs)
         if not form.is_quantized:
-            rounds = form.rounds_inputs if is_table else form.rounded(prefill_inputs) is not None
             storage = panels.empty_panels(shape, getattr(torch, form.dtype))
-            return PanelMatrix(library, storage, shape, form, inputs="bfloat16" if rounds else "float32")
-        inputs: DType | Literal["int8"] = form.rounded(prefill_inputs) or "float32"
-        if is_table:
-            inputs = "int8" if form.rounds_inputs else "float32"
+            return PanelMatrix(library, storage, shape, form, inputs=inputs)
         storage = memory.zeros(panels.code_panel_shape(shape, form), torch.uint8)
         return PanelMatrix(library, storage, shape, form, inputs=inputs)
 

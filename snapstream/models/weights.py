@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormats
+from snapstream.config.weights import PrefillInputs
 from snapstream.models.matrix import MakeMatrix, Matrix, joined, make_matrix
 from snapstream.models.registry import tensor_specs
 from snapstream.models.sharding import format_of, is_dequantized
@@ -33,7 +33,7 @@ class DequantizedLayer:
         dtype: torch.dtype,
         device: torch.device | str,
         *,
-        inputs: Literal["bfloat16", "int8"] | None = None,
+        inputs: PrefillInputs | None = None,
     ) -> None:
         """``stacks``: by name, the low-precision matrices and the layers that have one; ``inputs``: see
         ``WeightFormats.prefill_inputs``.

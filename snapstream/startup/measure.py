@@ -10,7 +10,7 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.exec.executors import problems_here
@@ -165,11 +165,9 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
             free_bytes=free // num_ranks,
             total_bytes=total // num_ranks,
             executor_problems=problems_here(num_ranks),
-            gains_by_bf16=gains_by("bf16"),
-            gains_by_int8=gains_by("codes"),
-            attends_in_int16=gains_by("int16"),
             draft=draft,
             num_gpus=0,
+            **gains(),
         )
     import torch
 
@@ -192,15 +190,14 @@ def decide(model: ModelConfig, options: EngineOptions, draft: DraftMemory | None
     return resolve(model, options, measure_machine(options.device, draft, num_ranks=options.parallel.ranks_here))
 
 
-def gains_by(inputs: Literal["bf16", "codes", "int16"]) -> bool:
-    """Whether the native library's prefill products are faster here with inputs in bf16; with int8 or int4 weights, in
-    int8; those of attention in int16. The first call measures them.
-    """
+GAINS = ("gains_by_bf16", "gains_by_int8", "gains_by_int16", "attends_in_int16")  # of ``Machine``
+
+
+def gains() -> dict[str, Any]:
+    """Booleans: in which products the native library's prefill is faster here. The first call measures them."""
     from snapstream.kernels.cpu.looped.library import library_problem, load
 
-    if library_problem() is not None:
-        return False
-    return bool(getattr(load(), f"gains_by_{inputs}")())
+    return {} if library_problem() else {name: bool(getattr(load(), name)()) for name in GAINS}
 
 
 def describe_prefill(model: ModelConfig, config: EngineConfig) -> str:

@@ -49,6 +49,7 @@ class Machine:
     executor_problems: Mapping[str, str] = field(default_factory=dict)  # executors that it cannot run, and why
     gains_by_bf16: bool = False  # whether a CPU's prefill GEMMs are faster with inputs in bf16
     gains_by_int8: bool = False  # and those of int8 and int4 weights with inputs in int8 than with any other
+    gains_by_int16: bool = False  # and those of weights of 16 bits in int16 than in fp32
     attends_in_int16: bool = False  # whether a CPU attends prompts faster in products of int16 than in fp32
     host_free_bytes: int | None = None  # of the host, now; None where the device is the host
     draft: DraftMemory | None = None  # of a draft that is loaded on this device, perhaps by another process
@@ -110,22 +111,23 @@ def _with_rounded_inputs(
     model: ModelConfig, config: EngineConfig, options: EngineOptions, machine: Machine
 ) -> EngineConfig:
     """Rounds inputs of prefill GEMMs, and with bf16 weights of decode's, where that is faster and the user has not set
-    ``activations``: to int8 where decode does, else to bf16. The eager executor does the same, so that executors give
-    the same tokens.
+    ``activations``: to int8 where decode does, else to bf16 or int16. The eager executor does the same, so that
+    executors give the same tokens.
     """
     formats = config.weights
     if formats is None or options.activations != "auto" or config.dtype != "float32":
         return config
-    if not formats.has_groups and formats.layers.dtype not in ("bfloat16", "float16"):
+    if not formats.has_groups and formats.layers.rounded("int16") is None:
         return config
-    is_float16 = formats.layers.dtype == "float16" and not formats.has_groups  # which has more bits than bf16
-    rounds_to_bf16 = machine.gains_by_bf16 and not is_float16
+    # fp16 has more bits than bf16, and nothing multiplies FP8 and bf16
+    rounds_to_bf16 = machine.gains_by_bf16 and (formats.has_groups or formats.layers.dtype == "bfloat16")
     if config.prefill_attention == "auto" and (rounds_to_bf16 or machine.attends_in_int16):
         config = replace(config, prefill_attention="cpu_bf16" if rounds_to_bf16 else "cpu_int16")
     if formats.decode_inputs == "int8" and machine.gains_by_int8:
         return replace(config, weights=replace(formats, prefill_inputs="int8"))
     if not rounds_to_bf16:
-        return config
+        in_int16 = machine.gains_by_int16 and formats.layers.rounded("int16") is not None
+        return replace(config, weights=replace(formats, prefill_inputs="int16")) if in_int16 else config
     if why_not_bf16_inputs(model, dtype=config.dtype, device=config.device) is None:
         formats = formats.rounding_to_bf16()
     return replace(config, weights=replace(formats, prefill_inputs="bfloat16"))

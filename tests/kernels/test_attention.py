@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,10 +143,7 @@ def test_rows_begin_as_zeros_that_cost_nothing() -> None:
 # Prefill attention through fused kernels equals the reference (on a CPU through the same calls, other kernels).
 
 
-def by_flash_of_the_cpu(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *repeated, 0.0, is_causal)
-    return out, lse
+by_cudnn, by_efficient = (partial(pytorch.attend_by, kernel) for kernel in (pytorch.cudnn, pytorch.efficient))
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 40), (7, 7), (7, 40), (39, 40), (40, 40)])
@@ -157,7 +155,7 @@ def test_both_ways_equal_the_reference(num_queries: int, num_keys: int, num_head
     k, v = pool[:, :, 5 : 5 + num_keys]  # as a range of the staging buffers
     expected = reference.prefill_attention(q, k, v)
     torch.testing.assert_close(pytorch.prefill_attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(pytorch.split(q, k, v, by_flash_of_the_cpu), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cpu.prefill_attention(q, k, v), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 2), (1, 40), (7, 8), (7, 40), (40, 40)])
@@ -169,14 +167,14 @@ def test_cudnn_never_gets_a_single_key(
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout: float, is_causal: bool) -> Any:
         assert with_lse and bias is None and k.shape[2] > 1
-        out, lse = by_flash_of_the_cpu(q, k, v, is_causal)
+        out, lse = cpu.flash(q, k, v, is_causal)
         return out, lse[..., None]  # as cuDNN returns it
 
     monkeypatch.setattr(pytorch, "cudnn_operator", kernel)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(num_queries, num_heads, 16), torch.randn(2, 2, num_keys, 16)
     expected = reference.prefill_attention(q, k, v)
-    torch.testing.assert_close(pytorch.by_cudnn(q, k, v), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(by_cudnn(q, k, v), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 40), (7, 40), (40, 40), (300, 700)])
@@ -191,7 +189,7 @@ def test_a_sliding_window_equals_the_reference(num_queries: int, num_keys: int, 
     for attend in (cpu.prefill_attention, pytorch.prefill_attention):
         torch.testing.assert_close(attend(q, k, v, window=window), expected, rtol=1e-5, atol=1e-5)
     if window < num_keys:  # else those of a GPU attend without
-        for attend in (pytorch.by_cudnn, pytorch.by_efficient):
+        for attend in (by_cudnn, by_efficient):
             torch.testing.assert_close(attend(q, k, v, window=window), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -213,7 +211,7 @@ def test_learned_sinks(monkeypatch: pytest.MonkeyPatch, num_queries: int, num_ke
     """A sink is one more key whose value is zero, in the reference too; every version agrees."""
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, bias: None, with_lse: bool, dropout: float, is_causal: bool) -> Any:
-        out, lse = by_flash_of_the_cpu(q, k, v, is_causal)
+        out, lse = cpu.flash(q, k, v, is_causal)
         return out, lse[..., None]
 
     monkeypatch.setattr(pytorch, "cudnn_operator", kernel)
@@ -225,7 +223,7 @@ def test_learned_sinks(monkeypatch: pytest.MonkeyPatch, num_queries: int, num_ke
     seen = scores[:, -(window or num_keys) :]
     share = seen.logsumexp(-1).sub(sinks).sigmoid()  # of the last query, what the sink leaves
     torch.testing.assert_close(expected[-1], plain[-1] * share[:, None], rtol=1e-5, atol=1e-6)
-    for attend in (cpu.prefill_attention, pytorch.prefill_attention, pytorch.by_cudnn):
+    for attend in (cpu.prefill_attention, pytorch.prefill_attention, by_cudnn):
         torch.testing.assert_close(attend(q, k, v, window=window, sinks=sinks), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -261,7 +259,7 @@ def test_capped_scores(monkeypatch: pytest.MonkeyPatch, num_queries: int, num_ke
     torch.testing.assert_close(expected[-1], last[:, 0], rtol=1e-5, atol=1e-6)
     for at_once in (pytorch.CAPPED_SCORES, 37 * 2 * group * num_keys):
         monkeypatch.setattr(pytorch, "CAPPED_SCORES", at_once)
-        for attend in (cpu.prefill_attention, pytorch.prefill_attention, pytorch.by_cudnn, pytorch.by_efficient):
+        for attend in (cpu.prefill_attention, pytorch.prefill_attention, by_cudnn, by_efficient):
             torch.testing.assert_close(attend(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS
 
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import PrefixStoreConfig
-from snapstream.config.weights import WeightFormat, WeightFormats
+from snapstream.config.weights import PrefillInputs, WeightDType, WeightFormat, WeightFormats
 from snapstream.kernels import groups, pytorch, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import choose
@@ -372,8 +372,13 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4", "mxfp4")]
-Inputs = Literal["bfloat16", "int8"] | None
-LIMITS = {None: 1e-4, "bfloat16": 0.05, "int8": 0.05}  # an input that rounds to the other side is off by its 256th
+Inputs = PrefillInputs | None
+LIMITS = {
+    None: 1e-4,
+    "bfloat16": 0.05,
+    "int8": 0.05,
+    "int16": 2e-3,
+}  # an input that rounds to the other side is off by its 256th
 
 
 def matrix_of(form: WeightFormat, rows: int, cols: int, inputs: Inputs, instructions: InstructionSet | None) -> Matrix:
@@ -392,7 +397,7 @@ def copy_of(given: SumNorm, own: slice = slice(None)) -> SumNorm:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form.dtype))
-@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8"])
+@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8", "int16"])
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 96), (31, 96), (31, 88)])
 def test_norm_and_mlp_are_those_of_plain_calls(form: WeightFormat, inputs: Inputs, tokens: int, inner: int) -> None:
     torch.manual_seed(tokens)
@@ -510,6 +515,49 @@ def test_prefill_in_whole_numbers(instructions: InstructionSet, width: str, grou
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
+@pytest.mark.parametrize("instructions", instruction_sets())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "fp8"])
+def test_prefill_in_int16(instructions: InstructionSet, dtype: WeightDType) -> None:
+    """Weights and inputs rounded per 32 columns, some of them 0, the same bits for a token in any batch and by any
+    instructions. 2,300 tokens are more than one range; 32 and 416 columns end within a block of 128.
+    """
+    torch.manual_seed(0)
+    form, kernels, library = WeightFormat(dtype=dtype), bind("cpu"), load(instructions)
+    gate_up, down = matrix_of(form, 832, 672, "int16", instructions), matrix_of(form, 72, 416, "int16", instructions)
+    given = given_of(2300, 672, adds=True)
+    given.residual[:, 40] *= 300.0  # beside a number that is much larger than the others
+    given.residual[5, :] = given.x[5, :] = 0.0
+    x, weight = kernels.normed(copy_of(given)), gate_up.dense()
+    want = groups.round_inputs(x, 32, groups.MOST_INT16) @ groups.round_inputs(weight, 32, 4095).T
+    exact, in_bf16 = x.double() @ weight.double().T, x.bfloat16().double() @ weight.double().T
+    was, found = library.way(-1), []
+    try:
+        for way in range(2):
+            library.way(way)
+            found.append(gate_up.multiply_normed(copy_of(given), None, kernels))
+            torch.testing.assert_close(found[-1], want, rtol=0, atol=2e-3 * float(exact.std()))
+            assert (found[-1] - exact).norm() < (in_bf16 - exact).norm() / 2
+            found.append(gate_up.swiglu(down, copy_of(given), (None, None), kernels))
+            plain = Matrix.swiglu(gate_up, down, copy_of(given), (None, None), kernels)
+            torch.testing.assert_close(found[-1], plain, rtol=0, atol=2e-3 * float(plain.std()))
+            for own in (slice(0, 1), slice(1100, 1117), slice(2299, 2300)):
+                assert torch.equal(gate_up.swiglu(down, copy_of(given, own), (None, None), kernels), found[-1][own])
+    finally:
+        library.way(was)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
+def test_sizes_that_are_not_whole_groups_are_multiplied_in_fp32() -> None:
+    torch.manual_seed(0)
+    form, x = WeightFormats.of("bfloat16").layers, torch.randn(40, 40)
+    matrix, plain = matrix_of(form, 64, 40, "int16", None), matrix_of(form, 64, 40, None, None)
+    plain.fill(matrix.dense())
+    assert torch.equal(matrix.multiply(x, None, bind("cpu")), plain.multiply(x, None, bind("cpu")))
+    stored = Matrix(matrix.dense())
+    rounding = stored.with_rounded_inputs("int16", 0)
+    assert torch.equal(rounding.multiply(x, None, bind("cpu")), stored.multiply(x, None, bind("cpu")))
+
+
 @pytest.mark.parametrize(("size", "has_norm"), [(64, True), (20, True), (32, False), (2, True)])
 def test_heads_are_staged_as_by_plain_calls(size: int, has_norm: bool) -> None:
     torch.manual_seed(size)
@@ -559,7 +607,7 @@ def experts_of(form: WeightFormat, rows: int, cols: int, inputs: Inputs, instruc
 @pytest.mark.parametrize(
     "form", [*FORMS, WeightFormat(dtype="fp8"), WeightFormat(dtype="int8", group=16)], ids=WeightFormat.describe
 )
-@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8"])
+@pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8", "int16"])
 @pytest.mark.parametrize(("tokens", "inner", "elsewhere"), [(1, 64, 0), (50, 96, 0), (31, 64, 3), (9, 48, 0)])
 def test_experts_are_those_of_plain_calls(
     form: WeightFormat, inputs: Inputs, tokens: int, inner: int, elsewhere: int

@@ -424,5 +424,5 @@ def test_efficient_kernel(num_queries: int, num_keys: int, num_heads: int, monke
     torch.manual_seed(0)
     q, (k, v) = torch.randn(num_queries, num_heads, SIZE), torch.randn(2, KV_HEADS, num_keys, SIZE)
     torch.testing.assert_close(
-        pytorch.by_efficient(q, k, v), reference.prefill_attention(q, k, v), rtol=1e-5, atol=1e-5
+        pytorch.attend_by(pytorch.efficient, q, k, v), reference.prefill_attention(q, k, v), rtol=1e-5, atol=1e-5
     )

@@ -272,9 +272,9 @@ VERSIONS: dict[str, Version] = {
             "sdpa_flash", pytorch.prefill_attention, _needs(has_sinks=True), torch_varlen,
             why_no_torch_varlen,
         ),
-        Version("sdpa_cudnn", pytorch.by_cudnn, _needs(head_dim=128, has_sinks=True)),
+        Version("sdpa_cudnn", partial(pytorch.attend_by, pytorch.cudnn), _needs(head_dim=128, has_sinks=True)),
         Version(
-            "sdpa_efficient", pytorch.by_efficient,
+            "sdpa_efficient", partial(pytorch.attend_by, pytorch.efficient),
             _needs(dtypes=(torch.float32, *HALF), least=(7, 0), has_sinks=True),
         ),
         Version("triton", _by_triton, _needs(package="triton", has_sinks=True)),

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from snapstream.kernels.formats import encoding_of, spread
-from snapstream.kernels.pytorch import capped_, capped_attention, share_sinks, sink_softmax, window_attention
+from snapstream.kernels.pytorch import attend_by, capped_, in_equal_heads, sink_softmax
 from snapstream.kernels.rows import LayerRows
 
 MAX_WASTE = 1.25  # slots read over slots visible, up to which unequal rows share a call
@@ -30,28 +30,12 @@ def prefill_attention(
     cap: float | None = None,
 ) -> Tensor:  # fmt: skip
     """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k, v [G, N, E]`` -> ``[T, H, E]``."""
-    num_queries, num_heads, head_dim = q.shape
-    num_kv_heads, num_keys, _ = k.shape
-    if cap is not None:
-        return capped_attention(q, k, v, cap, window, sinks)
-    if window is not None and window < num_keys:
-        return window_attention(q, k, v, window, sinks)
-    group = num_heads // num_kv_heads
-    prefix = num_keys - num_queries
-    own_k = k[:, prefix:].repeat_interleave(group, 0)[None]  # [1, H, T, E]: only the chunk is repeated
-    own_v = v[:, prefix:].repeat_interleave(group, 0)[None]
-    out, lse = _flash(q.transpose(0, 1)[None], own_k, own_v, 0.0, True)  # [1, H, T, E], [1, H, T]
-    if prefix == 0:
-        return share_sinks(out[0], lse[0], sinks).transpose(0, 1)
-    folded = q.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)[None]
-    before, before_lse = _flash(folded, k[None, :, :prefix], v[None, :, :prefix], 0.0, False)  # [1, G, r*T, E]
-    before = before.reshape(num_heads, num_queries, head_dim)
-    before_lse = before_lse.reshape(num_heads, num_queries)
-    share = torch.sigmoid(before_lse - lse[0])[..., None].to(out.dtype)
-    merged = torch.lerp(out[0], before, share)
-    if sinks is not None:
-        merged = share_sinks(merged, torch.logaddexp(before_lse, lse[0]), sinks)
-    return merged.transpose(0, 1)
+    return attend_by(flash, q, k, v, window=window, sinks=sinks, cap=cap)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """PyTorch's flash kernel of the CPU, for ``split``."""
+    return in_equal_heads(lambda q, k, v: _flash(q, k, v, 0.0, is_causal), q, k, v, is_causal)
 
 
 def decode_attention(

@@ -223,6 +223,20 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     assert decided(all_three, **loops, weights="int8").prefill_attention == "cpu_bf16"
     assert decided(all_three, **loops, weights="float16").prefill_attention == "cpu_int16"  # no fewer bits than fp16
     assert decided(fast, **loops, weights="float16").prefill_attention == "auto"
+    shorts = replace(LAPTOP, gains_by_int16=True)
+    for weights in ("bfloat16", "float16"):
+        config = decided(shorts, **loops, weights=weights)
+        assert config.weights is not None and config.weights.describe() == f"{weights}; inputs int16 in prefill"
+        assert "prefill: int16 inputs, faster here" in describe_inputs(config)
+        assert inputs(shorts, weights=weights, executor="eager") == "int16"  # to mean the same
+        assert inputs(shorts, weights=weights, activations="dtype") is None
+        either = inputs(replace(shorts, gains_by_bf16=True), weights=weights)
+        assert either == ("bfloat16" if weights == "bfloat16" else "int16")
+    assert inputs(shorts, weights="float32") is None is inputs(shorts, weights="int8")
+    assert inputs(replace(shorts, gains_by_int8=True), weights="int4") == "int8"
+    blocks = StoredWeights(dtype="bfloat16", quantized=WeightFormat(dtype="fp8"))
+    own = resolve(replace(LLAMA_1B, stored=blocks), EngineOptions(device="cpu", max_rows=1), shorts).weights
+    assert own is not None and own.layers.is_fp8 and own.prefill_inputs == "int16"
     kept = WeightFormat(dtype="uint4", group=32), WeightFormat(dtype="int8", group=16)
     names = (frozenset({"model.layers.0.mlp.up_proj.weight"}), frozenset({"model.layers.1.mlp.up_proj.weight"}))
     stored = StoredWeights(dtype="float16", own=tuple(zip(kept, names, strict=True)))

@@ -16,14 +16,14 @@ enum MlpKind : int64_t { DENSE = 0, EXPERTS = 1, NO_MLP = 2 };
 enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2, XIELU = 3, UNGATED_GELU = 4 };
 constexpr bool has_gate(int64_t activation) { return activation < RELU2; }
 
-enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7 };
+enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7, I16 = 8 };  // I16: of inputs alone
 
 struct Stack {  // matrices [layers, rows, cols], or one of them
     const char* data;
     int64_t layer_bytes, panel_bytes;
     int64_t rows, cols;
     int64_t format, group;  // group: quantized columns that share a scale
-    int64_t inputs;         // tokens are first rounded, I8: to int8 in those groups; BF16: to bf16; F32: not
+    int64_t inputs;         // tokens are first rounded, I8: to int8 in those groups; I16, BF16: to these; F32: not
     const float* scales;    // of FP8 (products.h)
 };
 

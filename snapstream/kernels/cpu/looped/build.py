@@ -78,7 +78,7 @@ SOURCES = Path(__file__).parent
 LIBRARY = tuple(  # the slowest to compile first
     SOURCES / f"{name}.cpp"
     for name in (
-        *"step products_int8 products_fp8 products_bf16 prompt_attention_bf16 prompt_products".split(),
+        *"step products_integers products_fp8 products_bf16 prompt_attention_bf16 prompt_products".split(),
         *"prompt_attention library sampling logits prompt_recurrent threads".split(),
     )
 )

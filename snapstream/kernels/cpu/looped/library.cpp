@@ -152,8 +152,9 @@ EXPORT void looped_attend_prompts_f32(const Prompt* prompts, int64_t count, int6
 EXPORT void looped_attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads) {
     attend_prompts_int16(prompts, count, threads);
 }
-EXPORT int64_t looped_gains_by_int16() { return gains_by_int16(); }
+EXPORT int64_t looped_attends_in_int16() { return attends_in_int16(); }
 EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
 EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
-EXPORT int64_t looped_gains_by_codes() { return gains_by_codes(); }
+EXPORT int64_t looped_gains_by_int8() { return gains_by_int8(); }
+EXPORT int64_t looped_gains_by_int16() { return gains_by_int16(); }
 }

@@ -31,6 +31,7 @@ FORMATS = {
     "int4": 5,
     "mxfp4": 6,
     "uint4": 7,
+    "int16": 8,
 }  # as ``abi.h``
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3, "ungated_gelu": 4}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it
@@ -195,10 +196,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),
     "attend_prompts_f32": (None, [POINTER(Prompt), c_int64, c_int64]),
     "attend_prompts_int16": (None, [POINTER(Prompt), c_int64, c_int64]),
-    "gains_by_int16": (c_int64, []),
+    "attends_in_int16": (c_int64, []),
     "multiplies_bf16": (c_int64, []),
     "gains_by_bf16": (c_int64, []),
-    "gains_by_codes": (c_int64, []),
+    "gains_by_int8": (c_int64, []),
+    "gains_by_int16": (c_int64, []),
 }
 
 

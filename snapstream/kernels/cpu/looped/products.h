@@ -2,7 +2,8 @@
 //
 //   tokens fp32           any matrix: panels.h; FP8 blocks: products_fp8.cpp
 //   tokens bf16           bf16, or quantized columns, whose integers bf16 holds exactly: products_bf16.cpp
-//   tokens int8           quantized columns: products_int8.cpp
+//   tokens int8           quantized columns: products_integers.cpp
+//   tokens int16          other matrices, in prefill: the same
 #pragma once
 #include <limits>
 
@@ -45,18 +46,37 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 constexpr int64_t MOST_GROUP = 128;  // columns of a group
 
 inline bool takes_codes(const Stack& matrix) { return matrix.inputs == I8; }
+
+// -- tokens in int16, of matrices that are not quantized, or FP8 blocks
+//
+// Both sides are rounded, per row or token and 32 columns, weights where a product reads them. The largest magnitude of
+// a weight becomes 4095 and of a token 16383, so no sum of a group overflows. Packed like int8, [16][T] pairs of columns.
+
+constexpr int64_t SHORTS_GROUP = 32;
+constexpr int MOST_WEIGHT = 4095, MOST_TOKEN = 16383;
+static_assert(SHORTS_GROUP * MOST_WEIGHT * MOST_TOKEN <= std::numeric_limits<int32_t>::max());
+inline bool takes_shorts(const Stack& matrix) { return matrix.inputs == I16; }
+Product short_product(int64_t format);
+// Whether it is faster than fp32 in prefill of bf16: tried once in the life of a process.
+bool gains_by_int16();
+
+// -- either
+
+inline bool takes_integers(const Stack& matrix) { return takes_codes(matrix) || takes_shorts(matrix); }
+inline int64_t input_group(const Stack& matrix) { return takes_shorts(matrix) ? SHORTS_GROUP : matrix.group; }
 // Words of 32 bits for four codes of a token: 2 if they are split.
 int64_t words_of_four(int64_t format);
+inline int64_t words_of_four(const Stack& matrix) { return takes_shorts(matrix) ? 2 : words_of_four(matrix.format); }
 inline int64_t packed_ints(const Stack& matrix) {
-    return matrix.cols / matrix.group * (2 + matrix.group / 4 * words_of_four(matrix.format));
+    return matrix.cols / input_group(matrix) * (2 + input_group(matrix) / 4 * words_of_four(matrix));
 }
 
 // Where the codes of one token go.
 class PackedCodes {
   public:
     PackedCodes(float* base, const Place& place, const Stack& matrix)
-        : group_(matrix.group), words_(words_of_four(matrix.format)), offset_(offset_of(matrix.format)),
-          stride_(place.size) {
+        : group_(input_group(matrix)), words_(words_of_four(matrix)), is_short_(takes_shorts(matrix)),
+          offset_(is_short_ ? 0 : offset_of(matrix.format)), stride_(place.size) {
         to_ = reinterpret_cast<int32_t*>(base) + place.begin * packed_ints(matrix) + place.at;
     }
 
@@ -74,21 +94,22 @@ class PackedCodes {
         int32_t* to = to_ + index * stride_ * (2 + group_ / 4 * words_);
         const float scale = scale_of(x);
         const vec divisor = all(scale == 0.0f ? 1.0f : scale), magic = all(12582912.0f);  // 1.5 * 2^23: see simd.h
-        int32_t codes[32];  // four to each
+        int32_t codes[MOST_GROUP / 4];  // four to each, or two
         ints sums = {};
         for (int64_t i = 0; i < group_; i += W) {
             const ints own = (ints)(load(x + i) / divisor + magic) - (ints)magic;
-            store_bytes(reinterpret_cast<char*>(codes) + i, own);
+            if (is_short_) store_shorts(reinterpret_cast<int16_t*>(codes) + i, own);
+            else store_bytes(reinterpret_cast<char*>(codes) + i, own);
             sums += own;
         }
         const int32_t total = sum_of(sums);
         std::memcpy(to, &scale, 4);
         const float numbers = scale * static_cast<float>(total);
-        if (offset_) to[stride_] = -offset_ * total;
+        if (offset_ || is_short_) to[stride_] = -offset_ * total;
         else std::memcpy(to + stride_, &numbers, 4);
         to += 2 * stride_;
-        if (words_ == 1) {
-            for (int64_t i = 0; i < group_ / 4; ++i) to[i * stride_] = codes[i];
+        if (words_ == 1 || is_short_) {
+            for (int64_t i = 0; i < group_ / 4 * words_; ++i) to[i * stride_] = codes[i];
         } else {
             for (int64_t i = 0; i < group_ / 4; ++i, to += 2 * stride_) DotPairs::split(codes[i], to[0], to[stride_]);
         }
@@ -103,11 +124,12 @@ class PackedCodes {
         const int32_t largest = max_of(most);
         float magnitude;
         std::memcpy(&magnitude, &largest, 4);
-        const float scale = magnitude / 127.0f;
+        const float scale = magnitude / (is_short_ ? MOST_TOKEN : 127);
         return scale < std::numeric_limits<float>::min() ? 0.0f : scale;
     }
 
     const int64_t group_, words_;
+    const bool is_short_;
     const int32_t offset_;  // of stored codes; 0: those that have a minimum
     const int64_t stride_;
     int32_t* to_;
@@ -116,7 +138,7 @@ class PackedCodes {
 // Of a matrix of codes whose inputs are codes: x is what PackedCodes wrote.
 Products code_products(int64_t format);
 // Whether prefill is faster with them than with any other inputs: tried once in the life of a process.
-bool gains_by_codes();
+bool gains_by_int8();
 // Which way to sum them is in use: the fastest, or for tests the one that is asked for (simd.h); -1 asks for none.
 int64_t choose_way(int64_t way);
 // Of any matrix.
@@ -130,7 +152,7 @@ inline Products products_of(const Stack& matrix) {
 inline void put_input(const Stack& matrix, float* packed, const Place& place, const float* x, int64_t first,
                       int64_t count) {
     if (takes_bf16(matrix)) return pack_bf16(x, first, count, matrix.cols, packed, place);
-    if (takes_codes(matrix)) return PackedCodes(packed, place, matrix).put(first, x, count);
+    if (takes_integers(matrix)) return PackedCodes(packed, place, matrix).put(first, x, count);
     const Packed to(packed, place, matrix.cols);
     for (int64_t i = 0; i < count; ++i) to.put(first + i, x[i]);
     if (first + count == matrix.cols) to.end(matrix.cols);
@@ -143,6 +165,8 @@ inline void put_input(const Stack& matrix, float* packed, const Place& place, co
 // ceil(cols / 128)].
 
 Products block_products();
+// Columns of a panel from `first` on, `count` of one block, as [count][32] numbers; what they lack is returned.
+float widen_columns(const Stack& stack, const char* panel, int64_t first, int64_t count, float* to);
 
 // Of any matrix that a step multiplies with.
 inline Products products_with(const Stack& matrix) {

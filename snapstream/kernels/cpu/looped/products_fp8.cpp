@@ -87,18 +87,27 @@ INLINE BlockTile block_tile_of(int64_t tokens, std::integer_sequence<int, T...>)
     return tiles[tokens - 1];
 }
 
+}  // namespace
+
+float widen_columns(const Stack& stack, const char* panel, int64_t first, int64_t count, float* to) {
+    const char* column = panel + first * PANEL;
+    for (int64_t col = 0; col < count; ++col, column += PANEL) {
+        vec numbers[VECS];
+        widen(column, numbers);
+        UNROLL for (int v = 0; v < VECS; ++v) store(to + col * PANEL + v * W, numbers[v]);
+    }
+    return scales_of(stack, panel)[first / SIDE] * MISSING;
+}
+
+namespace {
+
 // More tokens than there are registers for: a block is widened, and all of them use it before the next.
 void in_blocks(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     alignas(64) float block[SIDE * PANEL], own[MOST * PANEL];
-    const float* scales = scales_of(stack, panel);
     const int64_t cols = padded(stack.cols);
     for (int64_t first = 0; first < cols; first += SIDE) {
         const int64_t count = std::min(SIDE, cols - first);
-        for (int64_t col = 0; col < count; ++col) {
-            vec numbers[VECS];
-            widen(panel + (first + col) * PANEL, numbers);
-            UNROLL for (int v = 0; v < VECS; ++v) store(block + col * PANEL + v * W, numbers[v]);
-        }
+        const float scale = widen_columns(stack, panel, first, count, block);
         const char* next = panel + (first + count) * PANEL;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
@@ -108,7 +117,7 @@ void in_blocks(const Stack& stack, const char* panel, const float* x, const Grou
                                                     x + begin * cols + first * size, count, v, own,
                                                     share_of(next, count * PANEL, count, groups, group, v));
             for (int64_t i = 0; i < size * PANEL; i += W)
-                add_block(sums + begin * PANEL + i, load(own + i), scales[first / SIDE]);
+                store(sums + begin * PANEL + i, load(sums + begin * PANEL + i) + load(own + i) * scale);
         }
     }
 }

@@ -19,7 +19,7 @@ void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t*
 // `count` prompts, each with a chunk, an offset and tensors of its own; their heads are of equal sizes.
 void attend_prompts_f32(const Prompt* prompts, int64_t count, int64_t threads);
 void attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads);
-bool gains_by_int16();  // whether int16 is faster, with heads of 128; measured once
+bool attends_in_int16();  // whether int16 is faster, with heads of 128; measured once
 
 // -- layers (prompt_products.cpp)
 

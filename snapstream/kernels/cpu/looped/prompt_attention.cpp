@@ -110,11 +110,7 @@ struct PairsAtOnce {
     static constexpr bool ROUNDS = true;
     using Sum = ints;
     static INLINE ints add(vec own, vec unit, ints sum) {
-#if ISA == 512
-        asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(own), "v"(unit));
-#else
-        asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sum) : "x"(own), "x"(unit));
-#endif
+        DOT("vpdpwssd", sum, own, unit);
         return sum;
     }
 };
@@ -259,21 +255,6 @@ struct Power {
         std::memcpy(&inverse, &inverted, sizeof inverse);
     }
 };
-
-// The first n of W numbers, in 16 bits.
-INLINE void store_shorts(int16_t* to, ints own, int64_t n) {
-    alignas(32) int16_t narrow[W];
-    int16_t* const out = n >= W ? to : narrow;
-#if ISA == 512
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16((__m512i)own));
-#elif ISA == 256
-    const __m128i low = _mm256_castsi256_si128((__m256i)own), high = _mm256_extracti128_si256((__m256i)own, 1);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packs_epi32(low, high));
-#else
-    for (int lane = 0; lane < W; ++lane) out[lane] = static_cast<int16_t>(own[lane]);
-#endif
-    if (n < W) std::memcpy(to, narrow, n * sizeof *to);
-}
 
 INLINE void store_some(void* to, ints own, int64_t n) {
     if (n >= W) std::memcpy(to, &own, sizeof own);
@@ -623,7 +604,7 @@ void attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads)
     attend_all<PairsInTwo>(prompts, count, threads);
 }
 
-bool gains_by_int16() {
+bool attends_in_int16() {
     static const bool gains = [] {
         constexpr int64_t SIZE = 128, QUERIES = 2 * MOST_LANES, KEYS = 8 * BLOCK_KEYS;
         const std::vector<float> numbers(2 * KEYS * SIZE, 0.5f);

@@ -19,9 +19,10 @@ constexpr int64_t NEAR_BYTES = 768 * 1024;  // of packed input, beside a panel a
 class Input {
   public:
     Input(const Stack& matrix, int64_t tokens, float* packed) : matrix_(matrix), tokens_(tokens), packed_(packed) {
-        const int64_t bytes = takes_codes(matrix) ? tokens * packed_ints(matrix) * 4
+        const int64_t bytes = takes_integers(matrix) ? tokens * packed_ints(matrix) * 4
             : tokens * matrix.cols * (takes_bf16(matrix) ? 2 : 4);
-        const int64_t ranges = std::max<int64_t>(1, (bytes + NEAR_BYTES - 1) / NEAR_BYTES);
+        const int64_t near = takes_shorts(matrix) ? 2 * NEAR_BYTES : NEAR_BYTES;  // each range rounds the weights
+        const int64_t ranges = std::max<int64_t>(1, (bytes + near - 1) / near);
         size_ = std::max<int64_t>(1, ((tokens + ranges - 1) / ranges + MOST - 1) / MOST * MOST);
     }
 

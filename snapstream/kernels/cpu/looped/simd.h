@@ -99,6 +99,21 @@ INLINE void store_bytes(void* to, ints v) {
 #endif
 }
 
+// The first n of W numbers from -32768 to 32767, in 16 bits.
+INLINE void store_shorts(int16_t* to, ints own, int64_t n = W) {
+    alignas(32) int16_t narrow[W];
+    int16_t* const out = n >= W ? to : narrow;
+#if ISA == 512
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtepi32_epi16((__m512i)own));
+#elif ISA == 256
+    const __m128i low = _mm256_castsi256_si128((__m256i)own), high = _mm256_extracti128_si256((__m256i)own, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packs_epi32(low, high));
+#else
+    for (int lane = 0; lane < W; ++lane) out[lane] = static_cast<int16_t>(own[lane]);
+#endif
+    if (n < W) std::memcpy(to, narrow, n * sizeof *to);
+}
+
 #ifdef __clang__
 #define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -253,6 +268,11 @@ INLINE vec falling(vec x) {
 // One instruction for all. Written out, so that a library that is compiled for processors without it can hold it.
 #if ISA == 512 || (ISA == 256 && (defined(__clang__) || __GNUC__ >= 11))
 #define HAS_DOT_BYTES 1
+#if ISA == 512
+#define DOT(name, sum, a, b) asm(name " %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b))
+#else
+#define DOT(name, sum, a, b) asm("%{vex%} " name " %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b))
+#endif
 struct DotBytes {
     static constexpr int PASSES = 1;
     static constexpr bool NARROW = false;
@@ -261,13 +281,7 @@ struct DotBytes {
     static INLINE void add(ints (&sums)[T][V], const bits (&weights)[V], const int32_t* x) {
         UNROLL for (int t = 0; t < T; ++t) {
             const bits token = all_bits(x[t]);
-            UNROLL for (int i = 0; i < V; ++i) {
-#if ISA == 512
-                asm("vpdpbusd %2, %1, %0" : "+v"(sums[t][i]) : "v"(weights[i]), "v"(token));
-#else
-                asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums[t][i]) : "x"(weights[i]), "x"(token));
-#endif
-            }
+            UNROLL for (int i = 0; i < V; ++i) DOT("vpdpbusd", sums[t][i], weights[i], token);
         }
     }
     static bool is_here() {
@@ -333,6 +347,24 @@ struct DotPairs {
         odd = both(byte(1), byte(3));
     }
 };
+
+// -- sums of products of int16, of which a lane has two of a weight and two of a token
+
+struct ShortsInTwo : DotPairs {
+    static constexpr int PASSES = 1;
+    static INLINE bits pass(bits both, int) { return both; }
+};
+#if HAS_DOT_BYTES
+struct ShortsAtOnce : ShortsInTwo {
+    template <int T, int V>
+    static INLINE void add(ints (&sums)[T][V], const bits (&weights)[V], const int32_t* x) {
+        UNROLL for (int t = 0; t < T; ++t) {
+            const bits token = all_bits(x[t]);
+            UNROLL for (int i = 0; i < V; ++i) DOT("vpdpwssd", sums[t][i], weights[i], token);
+        }
+    }
+};
+#endif
 
 // Nibbles of weights: pairs of products and the sum of 16 of them fit 16 bits (15 * 127 * 16 = 30,480).
 #if ISA

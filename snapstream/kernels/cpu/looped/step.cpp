@@ -492,6 +492,7 @@ void accept(Engine& engine, const Step& step, const int64_t* counts) {
 }
 
 Product prefill_product(const Stack& matrix) {
+    if (takes_shorts(matrix)) return short_product(matrix.format);
     return takes_bf16(matrix) ? bf16_product(matrix.format) : products_with(matrix).of_one;
 }
 

@@ -1,4 +1,5 @@
-// Products of tokens in int8 with quantized columns, and the choice among the instructions that sum them.
+// Products of tokens in int8 with quantized columns, of tokens in int16 with other ones, and the choice among the
+// instructions that sum them.
 //
 // Invariant: within a group a sum is exact; groups are added from first to last, each times the scale of the weights
 // and of the token. So products are batch-invariant, whatever instructions sum.
@@ -31,6 +32,19 @@ struct Quads {
 
   private:
     static constexpr bool IS_MXFP4 = std::is_same_v<Form, Mxfp4>;
+};
+
+// Pairs of columns in int16, with 32 scales in fp32 before those of a group.
+struct Shorts {
+    static constexpr int BITS = 8, COLS = 2, BYTES = 128, HEAD = 4 * PANEL;
+    static constexpr bool HAS_MINIMUM = false;
+    static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
+};
+template <>
+struct Quads<Shorts> {
+    static constexpr int COUNT = 1;
+    static INLINE bits of(bits unit, int) { return unit; }
+    static INLINE vec scale(const char* head, int v) { return load(reinterpret_cast<const float*>(head) + v * W); }
 };
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
@@ -104,6 +118,8 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
 template <class Form, class Dot, int T, int P>
 void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                Prefetch fetch) {
+    if constexpr (std::is_same_v<Form, Shorts>)
+        return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
     if constexpr (Form::BITS == 8)
         if (stack.group == 16) return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
     if (stack.group == SPAN) return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
@@ -143,6 +159,96 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
     }
 }
 
+constexpr int64_t SHORTS_BLOCK = BLOCK_K;  // columns that all tokens use before the next are rounded
+constexpr int64_t GROUP_BYTES = Shorts::HEAD + SHORTS_GROUP / Shorts::COLS * Shorts::BYTES;
+
+// What vector v of the rows is multiplied by to be rounded; its scale goes to the head of a group.
+INLINE vec invert(vec largest, float missing, char* head, int v) {
+    store(reinterpret_cast<float*>(head) + v * W, largest * (missing / MOST_WEIGHT));
+    return largest < all(1e-30f) ? vec{} : MOST_WEIGHT / largest;
+}
+
+// A number and the next column's, as two of a lane.
+INLINE void store_pair(vec first, vec second, vec inverse, char* to) {
+    const vec magic = all(12582912.0f);  // 1.5 * 2^23: the last bits of the sum are the rounded number
+    const bits both = ((bits)(first * inverse + magic) & 0xffffu) | (bits)(second * inverse + magic) << 16;
+    std::memcpy(to, &both, sizeof both);
+}
+
+INLINE ints larger(ints a, ints b) { return a > b ? a : b; }
+
+// Columns `first` and further of a panel, as a group of Shorts.
+template <class Form>  // void: FP8
+INLINE void round_group(const Stack& stack, const char* panel, int64_t first, char* to) {
+    float missing = 1.0f;
+    alignas(64) float numbers[SHORTS_GROUP * PANEL];
+    if constexpr (std::is_void_v<Form>) missing = widen_columns(stack, panel, first, SHORTS_GROUP, numbers);
+    const char* from = reinterpret_cast<const char*>(numbers);
+    if constexpr (std::is_same_v<Form, PairsBF16>) from = panel + offset<Form>(stack, first);
+    char* out = to + Shorts::HEAD;
+    for (int v = 0; v < VECS; ++v) {
+        if constexpr (std::is_same_v<Form, PairsBF16>) {
+            typedef int16_t halves __attribute__((vector_size(W * 4)));
+            halves most = {};
+            for (int i = 0; i < SHORTS_GROUP / 2; ++i) {
+                const auto own = (halves)(Form::stored(from + i * Form::BYTES, v) & 0x7fff7fffu);
+                most = own > most ? own : most;
+            }
+            const vec largest = (vec)larger((ints)((bits)most << 16), (ints)((bits)most & 0xffff0000u));
+            const vec inverse = invert(largest, 1.0f, to, v);
+            for (int i = 0; i < SHORTS_GROUP / 2; ++i) {
+                const bits both = Form::stored(from + i * Form::BYTES, v);
+                const vec first_column = Form::widen(both, 0, {}), second = Form::widen(both, 1, {});
+                store_pair(first_column, second, inverse, out + i * Shorts::BYTES + v * W * 4);
+            }
+        } else {
+            ints most = {};
+            if constexpr (!std::is_void_v<Form>)
+                for_units<Form>(stack, panel + offset<Form>(stack, first), SHORTS_GROUP, v, [&](vec own, int64_t col) {
+                    store(numbers + col * PANEL + v * W, own);
+                    most = larger(most, (ints)((bits)own & 0x7fffffffu));
+                });
+            else
+                for (int col = 0; col < SHORTS_GROUP; ++col)
+                    most = larger(most, (ints)(load_bits(numbers + col * PANEL + v * W) & 0x7fffffffu));
+            const vec inverse = invert((vec)most, missing, to, v);
+            for (int i = 0; i < SHORTS_GROUP / 2; ++i) {
+                const float* own = numbers + 2 * i * PANEL + v * W;
+                store_pair(load(own), load(own + PANEL), inverse, out + i * Shorts::BYTES + v * W * 4);
+            }
+        }
+    }
+}
+
+template <class Form>
+INLINE const char* at(const Stack& stack, const char* panel, int64_t col) {
+    if constexpr (std::is_void_v<Form>) return panel + col * PANEL;
+    else return panel + offset<Form>(stack, col);
+}
+
+// One panel of numbers, or of FP8 blocks, times all tokens: sums [tokens][32].
+template <class Form, class Dot>  // Form: void is FP8
+void short_panel(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
+    std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
+    alignas(64) char rounded[SHORTS_BLOCK / SHORTS_GROUP * GROUP_BYTES];
+    const auto* packed = reinterpret_cast<const int32_t*>(x);
+    constexpr int64_t PER_GROUP = 2 + SHORTS_GROUP / 2;
+    for (int64_t first = 0; first < stack.cols; first += SHORTS_BLOCK) {
+        const int64_t count = std::min(SHORTS_BLOCK, stack.cols - first);
+        for (int64_t col = 0; col < count; col += SHORTS_GROUP)
+            round_group<Form>(stack, panel, first + col, rounded + col / SHORTS_GROUP * GROUP_BYTES);
+        const char *weight = at<Form>(stack, panel, first), *next = at<Form>(stack, panel, first + count);
+        for (int64_t group = 0; group < groups.count; ++group) {
+            const int64_t begin = groups.begin(group), size = groups.size(group);
+            const int32_t* from = packed + (begin * stack.cols + first * size) / SHORTS_GROUP * PER_GROUP;
+            for (int v = 0; v < VECS; v += wide(size))
+                code_tile_of<Shorts, Dot>(size, UpToMost{})(
+                    stack, rounded, from, count, v, sums + begin * PANEL,
+                    share_of(next, next - weight, count / Shorts::COLS, groups, group, v));
+        }
+    }
+}
+
 // Two panels times up to PAIR_TOKENS tokens: sums [2][tokens][32].
 template <class Form, class Dot>
 void code_pair(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
@@ -165,27 +271,35 @@ Stack panel_of_codes() {
 
 struct Way {  // to sum
     Products int8, int4, uint4, mxfp4;
+    Product of_bf16, of_f16, of_fp8;  // in int16
     int words8, words4;  // of four codes of a token
 };
 template <class Form, class Dot>
 Products products() {
     return {code_panel<Form, Dot>, code_pair<Form, Dot>};
 }
-template <class Dot8, class Dot4 = Dot8>
+template <class Dot8, class Dot4, class Dot16>
 Way way() {
-    return {products<Codes<8>, Dot8>(), products<Codes<4>, Dot4>(), products<Unsigned4, Dot4>(),
-            products<Mxfp4, Dot8>(), Dot8::PASSES, Dot4::PASSES};
+    return {products<Codes<8>, Dot8>(),
+            products<Codes<4>, Dot4>(),
+            products<Unsigned4, Dot4>(),
+            products<Mxfp4, Dot8>(),
+            short_panel<PairsBF16, Dot16>,
+            short_panel<HalfF16, Dot16>,
+            short_panel<void, Dot16>,
+            Dot8::PASSES,
+            Dot4::PASSES};
 }
 
 // Those that this processor can go.
 std::vector<Way> ways() {
 #if ISA
-    std::vector<Way> found = {way<DotPairs, DotNibbles>()};
+    std::vector<Way> found = {way<DotPairs, DotNibbles, ShortsInTwo>()};
 #else
-    std::vector<Way> found = {way<DotPairs>()};
+    std::vector<Way> found = {way<DotPairs, DotPairs, ShortsInTwo>()};
 #endif
 #ifdef HAS_DOT_BYTES
-    if (DotBytes::is_here()) found.push_back(way<DotBytes>());
+    if (DotBytes::is_here()) found.push_back(way<DotBytes, DotBytes, ShortsAtOnce>());  // both came with VNNI
 #endif
     return found;
 }
@@ -233,7 +347,21 @@ int64_t words_of_four(int64_t format) {
     return format == I8 || format == MXFP4 ? choice().way().words8 : choice().way().words4;
 }
 
-bool gains_by_codes() {
+Product short_product(int64_t format) {
+    const Way& own = choice().way();
+    return format == BF16 ? own.of_bf16 : format == F16 ? own.of_f16 : own.of_fp8;
+}
+
+bool gains_by_int16() {
+    static const bool gains = [] {
+        Stack stack{};
+        stack.rows = PANEL, stack.cols = 1024, stack.format = BF16, stack.panel_bytes = 1024 * PANEL * 2;
+        return seconds_of(short_product(BF16), stack, 48) < seconds_of(products_of(BF16).of_one, stack, 48);
+    }();
+    return gains;
+}
+
+bool gains_by_int8() {
     static const bool gains = [] {
         const Stack stack = panel_of_codes();
         const Product other = gains_by_bf16() ? bf16_product(I8) : products_of(I8).of_one;
