@@ -6,7 +6,7 @@ the attention; over latents more, as their votes are taken in their own, wider s
 what numbers prefill multiplies (docs/models.md).
 
     python -m benchmarks.prefill --prompt-len 16384
-    python -m benchmarks.prefill --prompt-len 8192 32768 --attention cpu_fp32 auto    # both for each width
+    python -m benchmarks.prefill --prompt-len 8192 32768 --activations dtype auto    # rounded nowhere, and by choice
     python -m benchmarks.prefill --prompt-len 16384 --model deepseek    # latents and experts, 100M parameters per token
 """
 
@@ -19,7 +19,7 @@ from typing import Any, get_args
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import DEEPSEEK_100M, DEEPSEEK_TINY, deepseek_folder, llama_folder, random_prompt
 from snapstream.config import KVBudget, ModelConfig
-from snapstream.config.engine import PrefillAttentionName
+from snapstream.config.weights import ActivationOption
 from snapstream.llm import LLM
 from snapstream.models.sharding import num_parameters
 from snapstream.types import SamplingParams
@@ -52,17 +52,19 @@ def run(
     model: str,
     prompt_lens: list[int],
     widths: list[str],
-    attentions: list[PrefillAttentionName],
+    activations: list[ActivationOption],
     part: int,
     chunk_len: int,
 ) -> tuple[str, list[dict[str, Any]]]:  # fmt: skip
-    """The name of the model, and the figures of each length, width and kernel of attention."""
+    """The name of the model, and the figures of each length, width and rule of rounding."""
     figures, named = [], ""
     with llama_folder() if model == "llama" else deepseek_folder(SHAPES[model]) as folder:
-        for prompt_len, width, attention in product(prompt_lens, widths, attentions):
+        for prompt_len, width, rule in product(prompt_lens, widths, activations):
+            if width == "float32" and rule != activations[-1]:
+                continue  # rounds nothing
             budget = KVBudget.of(prompt_len // part)
             with LLM(folder, budget=budget, max_rows=1, max_model_len=prompt_len + 8, chunk_len=chunk_len,
-                     weights=width, prefill_attention=attention, progress=False) as llm:  # fmt: skip
+                     weights=width, activations=rule, progress=False) as llm:  # fmt: skip
                 params = SamplingParams(max_tokens=1, temperature=0.0)
                 vocab = llm.model_config.vocab_size
                 llm.generate([random_prompt(budget.capacity + 64, vocab, seed=1)], params)  # touches what is new
@@ -96,13 +98,13 @@ def main() -> None:
     parser.add_argument("--model", choices=["llama", *SHAPES], default="llama")
     parser.add_argument("--prompt-len", type=int, nargs="+", default=[2048, 16384])
     parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
-    parser.add_argument("--attention", nargs="+", default=["auto"], choices=get_args(PrefillAttentionName))
+    parser.add_argument("--activations", nargs="+", default=["auto"], choices=get_args(ActivationOption))
     parser.add_argument("--part", type=int, default=4, help="budget as a part of the prompt")
     parser.add_argument("--chunk-len", type=int, default=512)
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
-    named, figures = run(args.model, args.prompt_len, args.weights, args.attention, args.part, args.chunk_len)
+    named, figures = run(args.model, args.prompt_len, args.weights, args.activations, args.part, args.chunk_len)
     name = "prefill" if args.model == "llama" else "prefill_latents"
     report(name, ceiling, {"model": named, "arms": figures}, save=args.save)
 

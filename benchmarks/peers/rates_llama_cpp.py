@@ -48,7 +48,7 @@ def main() -> None:
 
     rates: dict[str, list[float]] = {}
     for repetition in range(repetitions + 1):
-        for length, num_new in [(512, 1), *((depth, 129) for depth in (1, *depths))]:
+        for length, num_new in [(512, 1), *((depth, 129) for depth in (1, *(depths if repetition else ())))]:
             found = timings(length, num_new)
             if repetition and length > 1:
                 rates.setdefault(f"pp{length}", []).append(found["prompt_n"] / found["prompt_ms"] * 1e3)

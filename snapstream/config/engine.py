@@ -401,7 +401,7 @@ class EngineOptions(Settings):
         "auto",
         "Inputs of GEMMs with low-precision weights: in --dtype, or with weights in groups rounded to int8 in "
         "decode; auto: that where the looped executor supports the model; and where a processor is faster at it, int8 "
-        "in prefill too, or bfloat16 in prefill and, with bfloat16 weights, in decode.",
+        "in prefill too, or bfloat16 in prefill and, with bfloat16 weights, in decode, or int16 in prefill.",
     )
     executor: str | None = setting(
         None,
