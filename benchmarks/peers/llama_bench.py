@@ -92,7 +92,7 @@ def own_figures(file: Path, threads: int, repetitions: int, depths: list[int]) -
     lengths = "-p", "512", "-d", ",".join(map(str, [0, *depths]))
     found = run([*command, *lengths, "--budget", "full"], threads)
     tests = {test["test"]: test["tokens_per_s"] for test in found["tests"]}
-    about = {name: found[name] for name in ("version", "executor", "weights", "rows")}
+    about = {name: found[name] for name in ("version", "machine", "executor", "weights", "rows")}
     shares = {test["test"]: test["read_share"] for test in found["tests"] if test["read_share"] is not None}
     rows = {**about, "read_gb_per_s": found["read_bytes_per_s"] / 1e9, "read_share": shares, "tokens_per_s": tests}
     for depth in depths:
