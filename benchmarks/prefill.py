@@ -6,7 +6,7 @@ the attention; over latents more, as their votes are taken in their own, wider s
 what numbers prefill multiplies (docs/models.md).
 
     python -m benchmarks.prefill --prompt-len 16384
-    python -m benchmarks.prefill --prompt-len 8192 32768 --activations dtype auto    # rounded nowhere, and by choice
+    python -m benchmarks.prefill --prompt-len 8192 32768 --activations dtype auto    # without and with rounded inputs
     python -m benchmarks.prefill --prompt-len 16384 --model deepseek    # latents and experts, 100M parameters per token
 """
 

@@ -122,8 +122,8 @@ def bench(
     ] = None,
 ) -> None:
     as_count("repetitions", flags.repetitions, 1)
-    tests = make_tests(flags)
     rows = as_count("max_rows", engine.max_rows, 1)
+    tests = make_tests(flags, rows)
     if flags.is_random:
         check(engine.tensor_parallel == 1, f"--random supports one rank; tensor_parallel is {engine.tensor_parallel}")
     longest = max(test.num_prompt + test.num_new + 1 for test in tests)
@@ -157,13 +157,15 @@ def bench(
         print(json.dumps({**about, **figures}))
 
 
-def make_tests(flags: BenchFlags) -> list[Test]:
-    """The tests in order, without repeats; ValueError for invalid lengths."""
+def make_tests(flags: BenchFlags, rows: int = 1) -> list[Test]:
+    """The tests in order, without repeats; ValueError for invalid lengths. The prefill of one row is in its decode."""
     prompts, outputs, depths = (
         numbers(name, getattr(flags, name)) for name in ("n_prompt", "n_gen", "n_depth")
     )  # fmt: skip
     found = [Test(length) for length in prompts if length]
-    found += [Test(max(depth, 1), length) for depth in depths for length in outputs if length]
+    for depth in depths:
+        found += [Test(depth)] * (depth > 0 and rows > 1 and any(outputs))
+        found += [Test(max(depth, 1), length) for length in outputs if length]
     check(bool(found), "nothing to measure: n_prompt and n_gen are 0")
     return list(dict.fromkeys(found))
 
@@ -176,7 +178,7 @@ def numbers(name: str, text: str) -> list[int]:
 
 
 def measure(llm: LLM, tests: list[Test], rows: int, read_rate: float, flags: BenchFlags) -> Iterator[Result]:
-    """Run every test once unmeasured, then ``repetitions`` times. A decode test's prompt is a prefill test, too."""
+    """Run every test once unmeasured, then ``repetitions`` times. A decode test of one row is a prefill test, too."""
     random = Random(flags.seed)
     seen = set(tests)
     for test in tests:
@@ -186,8 +188,7 @@ def measure(llm: LLM, tests: list[Test], rows: int, read_rate: float, flags: Ben
         for _ in range(flags.repetitions + 1):
             prompt = [random.randrange(llm.model_config.vocab_size) for _ in range(test.num_prompt)]
             timings.append(llm.generate([prompt], params)[0].timings)
-        prefill = Test(test.num_prompt)
-        if test == prefill or (test.num_prompt > 1 and prefill not in seen):
+        if (prefill := Test(test.num_prompt)) == test or (samples == 1 < test.num_prompt and prefill not in seen):
             seen.add(prefill)
             yield Result.of(prefill, 1, [test.num_prompt / found.prefill_ms * 1e3 for found in timings[1:]])
         if test.num_new:

@@ -525,7 +525,7 @@ def test_prefill_in_int16(instructions: InstructionSet, dtype: WeightDType) -> N
     form, kernels, library = WeightFormat(dtype=dtype), bind("cpu"), load(instructions)
     gate_up, down = matrix_of(form, 832, 672, "int16", instructions), matrix_of(form, 72, 416, "int16", instructions)
     given = given_of(2300, 672, adds=True)
-    given.residual[:, 40] *= 300.0  # beside a number that is much larger than the others
+    given.residual[:, 40] *= 300.0  # a column of outliers
     given.residual[5, :] = given.x[5, :] = 0.0
     x, weight = kernels.normed(copy_of(given)), gate_up.dense()
     want = groups.round_inputs(x, 32, groups.MOST_INT16) @ groups.round_inputs(weight, 32, 4095).T

@@ -29,6 +29,10 @@ from snapstream.models.weights import DecoderWeights
 )
 def test_tests_are_named_as_llama_bench_names_them(flags: BenchFlags, names: list[str]) -> None:
     assert [test.name for test in make_tests(flags)] == names
+    of_rows = [test.name for test in make_tests(flags, 2)]  # whose prompt is written to two rows before they decode
+    assert set(of_rows) - set(names) == (
+        {"pp64"} - set(names) if flags.n_depth != "0" and flags.n_gen != "0" else set()
+    )
 
 
 def test_a_step_reads_weights_once_and_every_row() -> None:
@@ -77,7 +81,10 @@ def test_random_weights_of_a_hub_id_fetch_its_settings_alone(
 
     monkeypatch.setattr("snapstream.models.hub.local_folder", folder_of)
     assert main(["bench", "some/model", "--random", "-p", "8", "-n", "0", "-r", "1"]) == 0
-    assert asked == [("some/model", True)]
+    assert asked[0] == ("some/model", True)
+    assert all(
+        name == str(TINY_MODEL) for name, _ in asked[1:]
+    )  # the folder that was found, where llm.py sees this too
     assert "model: some/model, 1.2M parameters, random weights" in capsys.readouterr().out
 
 

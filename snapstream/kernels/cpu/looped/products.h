@@ -165,7 +165,7 @@ inline void put_input(const Stack& matrix, float* packed, const Place& place, co
 // ceil(cols / 128)].
 
 Products block_products();
-// Columns of a panel from `first` on, `count` of one block, as [count][32] numbers; what they lack is returned.
+// Columns of a panel from `first` on, `count` of one block, as [count][32] numbers; returns the factor still to apply.
 float widen_columns(const Stack& stack, const char* panel, int64_t first, int64_t count, float* to);
 
 // Of any matrix that a step multiplies with.

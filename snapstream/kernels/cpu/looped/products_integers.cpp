@@ -177,17 +177,22 @@ INLINE void store_pair(vec first, vec second, vec inverse, char* to) {
 
 INLINE ints larger(ints a, ints b) { return a > b ? a : b; }
 
-// Columns `first` and further of a panel, as a group of Shorts.
 template <class Form>  // void: FP8
+INLINE const char* at(const Stack& stack, const char* panel, int64_t col) {
+    if constexpr (std::is_void_v<Form>) return panel + col * PANEL;
+    else return panel + offset<Form>(stack, col);
+}
+
+// Columns `first` and further of a panel, as a group of Shorts.
+template <class Form>
 INLINE void round_group(const Stack& stack, const char* panel, int64_t first, char* to) {
-    float missing = 1.0f;
+    const char* from = at<Form>(stack, panel, first);
+    char* out = to + Shorts::HEAD;
+    float missing = 1.0f;  // factor of the numbers below
     alignas(64) float numbers[SHORTS_GROUP * PANEL];
     if constexpr (std::is_void_v<Form>) missing = widen_columns(stack, panel, first, SHORTS_GROUP, numbers);
-    const char* from = reinterpret_cast<const char*>(numbers);
-    if constexpr (std::is_same_v<Form, PairsBF16>) from = panel + offset<Form>(stack, first);
-    char* out = to + Shorts::HEAD;
     for (int v = 0; v < VECS; ++v) {
-        if constexpr (std::is_same_v<Form, PairsBF16>) {
+        if constexpr (std::is_same_v<Form, PairsBF16>) {  // read twice in place of a copy in fp32
             typedef int16_t halves __attribute__((vector_size(W * 4)));
             halves most = {};
             for (int i = 0; i < SHORTS_GROUP / 2; ++i) {
@@ -204,7 +209,7 @@ INLINE void round_group(const Stack& stack, const char* panel, int64_t first, ch
         } else {
             ints most = {};
             if constexpr (!std::is_void_v<Form>)
-                for_units<Form>(stack, panel + offset<Form>(stack, first), SHORTS_GROUP, v, [&](vec own, int64_t col) {
+                for_units<Form>(stack, from, SHORTS_GROUP, v, [&](vec own, int64_t col) {
                     store(numbers + col * PANEL + v * W, own);
                     most = larger(most, (ints)((bits)own & 0x7fffffffu));
                 });
@@ -220,14 +225,8 @@ INLINE void round_group(const Stack& stack, const char* panel, int64_t first, ch
     }
 }
 
-template <class Form>
-INLINE const char* at(const Stack& stack, const char* panel, int64_t col) {
-    if constexpr (std::is_void_v<Form>) return panel + col * PANEL;
-    else return panel + offset<Form>(stack, col);
-}
-
 // One panel of numbers, or of FP8 blocks, times all tokens: sums [tokens][32].
-template <class Form, class Dot>  // Form: void is FP8
+template <class Form, class Dot>
 void short_panel(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
     alignas(64) char rounded[SHORTS_BLOCK / SHORTS_GROUP * GROUP_BYTES];
