@@ -13,12 +13,21 @@ from snapstream.config.weights import StoredWeights
 
 
 class SwiGLUClamp(NamedTuple):
-    """The activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``, gate at most ``limit``, up within
-    ``+-limit`` (gpt-oss model card, arXiv 2508.10925, section 2.2).
+    """In place of SwiGLU: ``(up + offset) * gate * sigmoid(alpha * gate)``, gate at most ``most_gate``, up within
+    ``+-most_up`` (gpt-oss model card, arXiv 2508.10925, section 2.2).
     """
 
-    limit: float
-    alpha: float
+    most_gate: float
+    most_up: float
+    alpha: float = 1.0
+    offset: float = 0.0
+
+
+class LayerClamps(NamedTuple):
+    """What clamps the activations of each layer, or None."""
+
+    mlps: tuple[SwiGLUClamp | None, ...]  # of MLPs and of shared experts
+    experts: tuple[SwiGLUClamp | None, ...]
 
 
 Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
@@ -53,7 +62,6 @@ class MoEConfig:
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
     # Experts are beside the MLP of every layer, not in its place, and the router reads a norm of its own (Gemma 4).
     is_beside_mlp: bool = False
-    clamp: SwiGLUClamp | None = None  # None: the model's activation
     held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 
@@ -74,8 +82,6 @@ class MoEConfig:
             f"sparsemixer chooses two experts of all by their logits; top_k is {self.top_k}",
         )
         check(self.num_experts <= MAX_EXPERTS, f"num_experts is {self.num_experts}; it must be <= {MAX_EXPERTS}")
-        limit = 1.0 if self.clamp is None else self.clamp.limit
-        check(limit > 0, f"the limit of the clamped SwiGLU is {limit}; it must be over 0")
         check(
             self.num_experts % self.num_groups == 0,
             f"num_experts ({self.num_experts}) is not a multiple of num_groups ({self.num_groups})",
@@ -213,9 +219,8 @@ class Multipliers:
     mlp_gate: float = 1.0  # part of the norm before the MLP; so mlp_out is divided by it
 
     def __post_init__(self) -> None:
-        for name in ("embedding", "residual", "attention", "logits", "attention_out", "recurrent_out", "mlp_out",
-                     "mlp_gate"):  # fmt: skip
-            check(getattr(self, name) > 0, f"the multiplier of {name} is {getattr(self, name)}; it must be over 0")
+        for name, value in vars(self).items():
+            check(value > 0, f"the multiplier of {name} is {value}; it must be over 0")
 
 
 class LengthScale(NamedTuple):
@@ -470,6 +475,7 @@ class ModelConfig:
     out_norm_eps: float | None = None  # of norms of outputs; None: rms_norm_eps
     norm_offset: float = 0.0  # what norms add to their stored weights (Gemma: 1)
     activation: Activation = "silu"  # of gate
+    clamps: LayerClamps | None = None
     window_rope: RopeConfig | None = None  # of the layers with sliding windows, where it differs from the others'
     length_scale: LengthScale | None = None  # of queries, by position
     full_heads: HeadSizes | None = None  # in layers without a window, where they differ from the others' (Gemma 4)

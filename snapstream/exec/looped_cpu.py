@@ -49,11 +49,11 @@ from snapstream.kernels.cpu.looped.library import (
     shared_bytes,
     workspace_floats,
 )
-from snapstream.kernels.rows import Xielu
+from snapstream.kernels.rows import activation_numbers
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import bias_of_sum, expert_bias_of_sum, stream_router, turned_scale
+from snapstream.models.layers import activations_of, bias_of_sum, expert_bias_of_sum, stream_router, turned_scale
 from snapstream.models.matrix import JoinedMatrix, MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.recurrent import in_scales
@@ -104,7 +104,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     window_rope = None if own is None else Rope(own, config.rope_dim, "cpu", multipliers.attention)
     rotated = None if config.rotated_layers is None else torch.tensor(config.rotated_layers, dtype=torch.int64)
     recurrent, kinds = _recurrent(decoder, num_drafted), _kinds(config)
-    made = [_made_of(config, decoder.weights.layer(index)) for index in range(config.num_layers)]
+    made = [_made_of(index, config, decoder.weights.layer(index)) for index in range(config.num_layers)]
     num_streams = 0 if config.altup is None else config.altup.num_streams
     streams = [panels_of(decoder, f"streams_out.{i}").stack for i in range(num_streams - 1)]
     streams_out = (Stack * len(streams))(*streams)
@@ -146,13 +146,14 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     return model
 
 
-def _made_of(config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor | None]:
+def _made_of(index: int, config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor | None]:
     """What is made of a layer's vectors, by names as in abi.h."""
-    stored = weights.optional("xielu")
+    own, of_experts = activations_of(index, config, weights)
     return {
         "turned_scale": turned_scale(config, weights),
         "stream_router": None if config.altup is None else stream_router(weights),
-        "xielu": None if stored is None else Xielu.of(stored).numbers,
+        "numbers": activation_numbers(own),
+        "experts_numbers": activation_numbers(of_experts),
     }
 
 
@@ -218,7 +219,6 @@ def _mixture(decoder: Decoder) -> Mixture:
     moe, vectors = decoder.shard.moe, decoder.weights.vectors
     if moe is None:
         return Mixture()
-    limit, alpha = moe.clamp or (0.0, 0.0)
     return Mixture(
         router=address(vectors["router"]), correction=address(vectors.get("router_bias")), experts=moe.num_experts,
         top_k=moe.top_k, inner=moe.inner, shared_inner=moe.shared_inner,
@@ -230,7 +230,7 @@ def _mixture(decoder: Decoder) -> Mixture:
         first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
         gate_up_bias=address(vectors.get("experts_gate_up_bias")),
         down_bias=address(expert_bias_of_sum(moe, vectors.get("experts_down_bias"), decoder.group)),
-        limit=limit, alpha=alpha, scales_inputs=moe.scales_inputs,
+        scales_inputs=moe.scales_inputs,
         **{name: address(vectors.get(name)) for name in _BESIDE},
     )  # fmt: skip
 

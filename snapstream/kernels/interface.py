@@ -19,11 +19,22 @@ from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu import attention
 from snapstream.kernels.cpu.looped import prompt
 from snapstream.kernels.pytorch import Norms
-from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, Keep, LayerRows, Pairs, RowPlaces, SumNorm, Xielu
+from snapstream.kernels.rows import (
+    CosSin,
+    ExpertParts,
+    HeadNorm,
+    Keep,
+    LayerActivation,
+    LayerRows,
+    Pairs,
+    RowPlaces,
+    SumNorm,
+    Xielu,
+)
 
 __all__ = [
-    "CosSin", "ExpertParts", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerRows", "Pairs", "RowPlaces",
-    "SumNorm", "Xielu", "bind", "has_triton",
+    "CosSin", "ExpertParts", "HeadNorm", "Keep", "KernelVersion", "Kernels", "LayerActivation", "LayerRows", "Pairs",
+    "RowPlaces", "SumNorm", "Xielu", "bind", "has_triton",
 ]  # fmt: skip
 
 KernelVersion = Literal["triton", "cpu", "torch"]

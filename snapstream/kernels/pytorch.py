@@ -495,8 +495,8 @@ def xielu(up: Tensor, numbers: Tensor) -> Tensor:
 def clamped_swiglu(gate_up: Tensor, clamp: SwiGLUClamp) -> Tensor:
     """See ``SwiGLUClamp``: ``gate_up [T, 2M]`` (gate | up) to ``[T, M]``, fp32 inside."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return ((up + 1) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
+    gate, up = gate.clamp(max=clamp.most_gate), up.clamp(-clamp.most_up, clamp.most_up)
+    return ((up + clamp.offset) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, scale: Tensor | None, ends: Tensor) -> Tensor:

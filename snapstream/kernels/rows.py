@@ -56,13 +56,22 @@ class Xielu(NamedTuple):
         return cls(torch.stack((F.softplus(positive), beta + F.softplus(negative), beta, eps)))
 
 
+LayerActivation = Activation | SwiGLUClamp | Xielu
+
+
+def activation_numbers(activation: LayerActivation) -> Tensor | None:
+    """``[4]`` fp32; None of an activation that has none."""
+    if isinstance(activation, Xielu):
+        return activation.numbers
+    return torch.tensor(activation) if isinstance(activation, SwiGLUClamp) else None
+
+
 class ExpertParts(NamedTuple):
     """What the experts of a layer have beside their matrices."""
 
     gate_up_bias: Tensor | None = None  # [X', 2M]
     down_bias: Tensor | None = None  # [X', D]; None also where another rank adds it
-    clamp: SwiGLUClamp | None = None  # in place of the activation
-    activation: Activation = "silu"
+    activation: LayerActivation = "silu"
     scales_inputs: bool = False  # see ``MoEConfig``
 
 

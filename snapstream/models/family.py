@@ -19,6 +19,7 @@ from snapstream.config.model import (
     AltUp,
     HeadSizes,
     LatentConfig,
+    LayerClamps,
     LayerNorms,
     LengthScale,
     MoEConfig,
@@ -59,6 +60,7 @@ class Recipe(TypedDict, total=False):
     norm_offset: float
     out_norm_eps: float
     activation: Activation  # of gate
+    clamps: LayerClamps
     window_rope: RopeConfig | None  # of layers with sliding windows
     rope: RopeConfig  # of the others, where config.json has one for each kind of layers
     length_scale: LengthScale  # of queries

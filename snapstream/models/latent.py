@@ -84,7 +84,7 @@ class LatentLayer:
         self._q_a, self._q_a_norm = weights.matrices.get("q_a"), weights.optional("q_a_norm")
         self._q, self._o = weights.matrix("q"), weights.matrix("o")
         self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.vector("kv_a_norm")
-        self._mlp = mlp_of(config, weights, kernels, group)
+        self._mlp = mlp_of(index, config, weights, kernels, group)
         self._heads = LatentHeads(config, config.latent, weights, kernels)
         self._scales_queries, self._num_gates = config.length_scale is not None, config.num_heads * config.gate_dim
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]

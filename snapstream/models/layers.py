@@ -20,9 +20,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import Activation, MoEConfig
+from snapstream.config.model import MoEConfig
 from snapstream.distributed.group import Group
-from snapstream.kernels.interface import CosSin, ExpertParts, HeadNorm, Kernels, Pairs, SumNorm, Xielu
+from snapstream.kernels.interface import (
+    CosSin,
+    ExpertParts,
+    HeadNorm,
+    Kernels,
+    LayerActivation,
+    Pairs,
+    SumNorm,
+    Xielu,
+)
 from snapstream.kernels.pytorch import geglu
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import DecoderWeights, LayerWeights
@@ -193,7 +202,7 @@ class Experts:
 
     def __init__(
         self, moe: MoEConfig, weights: LayerWeights, kernels: Kernels, group: Group,
-        shared: Callable[[Tensor], Tensor] | None, activation: Activation = "silu",
+        shared: Callable[[Tensor], Tensor] | None, activation: LayerActivation = "silu",
     ) -> None:  # fmt: skip
         """``shared`` is the MLP of the shared experts, if any."""
         self._moe, self._kernels, self._shared = moe, kernels, shared
@@ -202,7 +211,7 @@ class Experts:
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
         down_bias = expert_bias_of_sum(moe, weights.optional("experts_down_bias"), group)
         up_bias = weights.optional("experts_gate_up_bias")
-        self._parts = ExpertParts(up_bias, down_bias, moe.clamp, activation, moe.scales_inputs)
+        self._parts = ExpertParts(up_bias, down_bias, activation, moe.scales_inputs)
         self._scales = weights.optional("expert_scale")
         self._first, self._num_local = moe.own.start, len(moe.own)
         self._ids = torch.arange(self._num_local, device=self._router.device)
@@ -261,7 +270,7 @@ class SwiGLU:
 
     def __init__(
         self, gate_up: Matrix, down: Matrix, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
-        activation: Activation | Xielu = "silu",
+        activation: LayerActivation = "silu",
     ) -> None:  # fmt: skip
         self._gate_up, self._down, self._kernels = gate_up, down, kernels
         self._biases, self._activation = biases, activation
@@ -331,13 +340,21 @@ def expert_bias_of_sum(moe: MoEConfig, bias: Tensor | None, group: Group) -> Ten
     return bias_of_sum(bias, group) if len(moe.own) == moe.num_experts else bias
 
 
-def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
+def activations_of(index: int, config: ModelConfig, weights: LayerWeights) -> tuple[LayerActivation, LayerActivation]:
+    """Of a layer's MLP and shared experts, and of the experts that it routes to."""
+    if config.activation == "xielu":
+        return Xielu.of(weights.vector("xielu")), "xielu"
+    clamps = (None, None) if config.clamps is None else (config.clamps.mlps[index], config.clamps.experts[index])
+    return clamps[0] or config.activation, clamps[1] or config.activation
+
+
+def mlp_of(index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> Mlp:
     """The MLP of a layer: ``Experts`` if its weights have any, else ``SwiGLU``."""
-    activation = config.activation
+    activation, of_experts = activations_of(index, config, weights)
     biases = weights.optional("gate_up_bias"), bias_of_sum(weights.optional("down_bias"), group)
     if config.moe is not None and config.moe.is_beside_mlp:
         mlp = SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
-        experts = Experts(config.moe, weights, kernels, group, None, activation)
+        experts = Experts(config.moe, weights, kernels, group, None, of_experts)
         return MlpBesideExperts(config, weights, mlp, experts, kernels)
     if config.moe is not None and "experts_down" in weights.matrices:
         shared: Callable[[Tensor], Tensor] | None = None
@@ -348,9 +365,8 @@ def mlp_of(config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: 
                 shared = _gated(shared, weights.vector("shared_gate"))
             if config.moe.shared_scale != 1.0:
                 shared = _scaled(shared, config.moe.shared_scale)
-        return Experts(config.moe, weights, kernels, group, shared, activation)
-    own_activation = Xielu.of(weights.vector("xielu")) if activation == "xielu" else activation
-    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, own_activation)
+        return Experts(config.moe, weights, kernels, group, shared, of_experts)
+    return SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
 
 
 class SparseGLU:
@@ -439,7 +455,7 @@ class DenseLayer:
         self._mlp_out_norm = weights.optional("mlp_out_norm")
         self._out_eps = config.out_norm_eps or self._eps
         has_mlp = config.mlp_layers is None or index in config.mlp_layers
-        self._mlp = mlp_of(config, weights, kernels, group) if has_mlp else None
+        self._mlp = mlp_of(index, config, weights, kernels, group) if has_mlp else None
         own, self._is_centered = config.multipliers, config.is_centered
         self._attention_multiplier = own.residual * own.attention_out
         self._mlp_multiplier = own.residual * own.mlp_out / own.mlp_gate

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import WeightFormat
-from snapstream.config.model import Activation
+from snapstream.config.model import SwiGLUClamp
 from snapstream.config.weights import INT16_GROUP, WeightDType
 from snapstream.kernels import groups, memory, reference
 from snapstream.kernels.formats import FP8, FP8_MAX
-from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm, Xielu
+from snapstream.kernels.interface import ExpertParts, Kernels, LayerActivation, Pairs, SumNorm, Xielu
 from snapstream.kernels.pytorch import clamped_swiglu, geglu, relu2, xielu
 from snapstream.kernels.reference import BLOCK
 from snapstream.kernels.triton.configs import FEW_TOKENS
@@ -225,7 +225,7 @@ class Matrix:
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
-        activation: Activation | Xielu = "silu",
+        activation: LayerActivation = "silu",
     ) -> Tensor:  # fmt: skip
         """``down(act(gate x) * up x)``, ``[T, D]``, of a matrix ``[2I, D]``, gate and up in one, and ``down [D, I]``;
         with ``relu2`` ``down(relu(up x)^2)`` of a matrix ``[I, D]``, and the same with ``Xielu`` and ``ungated_gelu``.
@@ -235,7 +235,7 @@ class Matrix:
         return down.multiply(self.activated(given, biases[0], kernels, activation), biases[1], kernels)
 
     def activated(
-        self, given: SumNorm | Tensor, bias: Tensor | None, kernels: Kernels, activation: Activation | Xielu
+        self, given: SumNorm | Tensor, bias: Tensor | None, kernels: Kernels, activation: LayerActivation
     ) -> Tensor:
         """The first half of ``swiglu``, ``[T, I]``."""
         if isinstance(given, Tensor):
@@ -261,10 +261,7 @@ class Matrix:
             gate_up.add_(parts.gate_up_bias[experts])
         if parts.scales_inputs:
             gate_up.mul_(shares)
-        if parts.clamp is None:
-            inner = _activated(gate_up, parts.activation, kernels)  # [T k, M]
-        else:
-            inner = clamped_swiglu(gate_up, parts.clamp)
+        inner = _activated(gate_up, parts.activation, kernels)  # [T k, M]
         del gate_up  # a chunk's are large
         if not parts.scales_inputs:
             inner.mul_(shares)  # smaller before the product than after it
@@ -356,10 +353,12 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
     return parts[0] if len(parts) == 1 else JoinedMatrix(parts)
 
 
-def _activated(gate_up: Tensor, activation: Activation | Xielu, kernels: Kernels) -> Tensor:
+def _activated(gate_up: Tensor, activation: LayerActivation, kernels: Kernels) -> Tensor:
     """``gate_up [T, 2I]`` (gate | up), without gate ``[T, I]``, to ``[T, I]``."""
     if isinstance(activation, Xielu):
         return xielu(gate_up, activation.numbers)
+    if isinstance(activation, SwiGLUClamp):
+        return clamped_swiglu(gate_up, activation)
     if activation == "relu2":
         return relu2(gate_up)
     if activation == "ungated_gelu":

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from snapstream.config import WeightFormat
-from snapstream.config.model import Activation
 from snapstream.config.weights import INT16_GROUP, PrefillInputs
 from snapstream.kernels import memory
 from snapstream.kernels.cpu.looped import panels, prompt
 from snapstream.kernels.cpu.looped.library import FORMATS, PANEL, Library, Stack, address
 from snapstream.kernels.formats import FP8
-from snapstream.kernels.interface import ExpertParts, Kernels, Pairs, SumNorm, Xielu
+from snapstream.kernels.interface import ExpertParts, Kernels, LayerActivation, Pairs, SumNorm
 from snapstream.kernels.reference import BLOCK
 from snapstream.models.matrix import Index, MakeMatrix, Matrix, block_rows, decode, encode, num_blocks
 
@@ -137,7 +136,7 @@ class PanelMatrix(Matrix):
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,
-        activation: Activation | Xielu = "silu",
+        activation: LayerActivation = "silu",
     ) -> Tensor:  # fmt: skip
         """One native call if gate and up are whole panels."""
         if not isinstance(down, PanelMatrix) or down.shape[-1] % PANEL:

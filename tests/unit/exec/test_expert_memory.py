@@ -44,7 +44,7 @@ def test_temporaries_of_experts(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = model_config_from_dict(PUBLISHED[name] | {"num_hidden_layers": 2})
     with LiveBytes("meta") as live, torch.inference_mode():
         weights = DecoderWeights.empty(model, torch.bfloat16, "meta")
-        mlp = mlp_of(model, weights.layer(1), bind("meta", "triton"), Alone())
+        mlp = mlp_of(1, model, weights.layer(1), bind("meta", "triton"), Alone())
         x = torch.empty(CHUNK, model.hidden_size, dtype=torch.bfloat16, device="meta")
         before = live.peak = live.now
         mlp(x)

@@ -1006,7 +1006,7 @@ def test_gpt_oss() -> None:
     assert small.layer_windows == (128, None) * 12
     assert small.max_position == 131_072 and not small.rope.truncate
     assert small.has_sinks and small.qkv_bias and small.o_bias
-    assert small.moe is not None and small.moe.clamp == (7.0, 1.702)
+    assert small.clamps == ((None,) * 24, ((7.0, 7.0, 1.702, 1.0),) * 24)
     old = {name: value for name, value in GPT_OSS_20B.items() if name not in ("rope_scaling", "layer_types")}
     assert model_config_from_dict(old) == small  # as the config class of transformers fills them in
     scaling = {"rope_theta": 150000, **GPT_OSS_20B["rope_scaling"]}

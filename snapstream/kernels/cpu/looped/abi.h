@@ -36,7 +36,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     Stack recurrent_in, recurrent_out;  // to b | c | x, or to q | k | v | z; of what the layer makes
     Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
-    const float* xielu;                                         // [4], of XIELU (simd.h)
+    const float *numbers, *experts_numbers;                     // [4], of activations (Gated in simd.h), or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
     const float* turned_scale;                                  // [E]: of queries and keys once rotated, or null
     // [D]: before each part, and of its output before it is added; or null. Parts that read one norm both have it.
@@ -67,7 +67,6 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
     const float* shared_gate;  // [L', D]: a sigmoid of the token, times the output of the shared experts; or null
     float scale, least_sum;    // what the sum of the chosen scores is increased by before it divides them
     float shared_scale;        // of the output of the shared experts
-    float limit, alpha;  // of the activation (simd.h); limit 0: the plain SwiGLU
     float jitter;           // of sparsemixer, see route() in ../../../models/layers.py; below 0: another choice
     int64_t scales_inputs;  // shares multiply what an expert reads, not what it gives
     // Experts beside every MLP: norms of the output of the MLP, and of the input and the output of the experts; what the
@@ -232,7 +231,7 @@ struct Passing {  // tokens that pass one matrix, or the two of an MLP; numbers 
     const float* norm;   // [in], or null
     Stack matrix, down;  // down.rows 0: none; else matrix gives gate and up, or up alone, and this is next
     const float *bias, *down_bias;  // or null
-    const float* xielu;             // [4], of XIELU
+    const float* numbers;           // [4], of the activation, or null
     float* out;                     // [T, out]
     int64_t tokens, activation;
     float eps;
@@ -249,7 +248,7 @@ struct Routed {
     float* out;               // [T, D]
     const float *gate_up_bias, *down_bias;  // [X', 2M], [X', D], or null
     int64_t tokens, top_k, experts, activation, scales_inputs;
-    float limit, alpha;  // as in Mixture
+    const float* numbers;  // [4], of the activation, or null
 };
 
 struct Heads {  // of tokens, as projected: q | k | v

@@ -183,12 +183,17 @@ inline bool activates_experts_at_once(Work& w, int64_t layer) {
     return is_whole(own.experts_down) && is_whole(own.shared_down);
 }
 
+// Of the experts that are routed to; the shared ones are activated as MLPs.
+inline Gated routed_activation(Work& w, int64_t layer) {
+    return {w.model.activation, w.model.parts[layer].experts_numbers, w.moe.scales_inputs};
+}
+inline Gated shared_activation(Work& w, int64_t layer) { return {w.model.activation, w.model.parts[layer].numbers}; }
+
 // The i-th panels of gate and of up of a matrix, or without gate its i-th two panels, activated, times shares where there
 // are any: columns of packed `out`, the input of `down`.
-inline void active_gate_up(Work& w, const Stack& stack, int64_t matrix, int64_t i, const float* x, int64_t tokens,
-                           const char* next, const float* shares, const Stack& down, const float* bias, float* out) {
-    const Gated gated{shares ? w.moe.limit : 0.0f, shares ? w.moe.alpha : 0.0f, w.model.activation, nullptr,
-                      shares ? w.moe.scales_inputs : 0};
+inline void active_gate_up(Work& w, const Gated& gated, const Stack& stack, int64_t matrix, int64_t i, const float* x,
+                           int64_t tokens, const char* next, const float* shares, const Stack& down, const float* bias,
+                           float* out) {
     if (!has_gate(w.model))
         return multiply_panels(w, stack, matrix, 2 * i, panels_left(stack, 2 * i), x, Groups(tokens, next),
                                [&](int64_t own, const float* sums) {
@@ -255,7 +260,7 @@ inline void score_experts(Work& w, int64_t layer) {
     w.share(blocks + shared, 1, [&](int64_t task) {
         const int64_t own = task - blocks;
         if (own >= 0 && activates_experts_at_once(w, layer))
-            return active_gate_up(w, stack, 0, own, w.routed.packed, w.step.batch,
+            return active_gate_up(w, shared_activation(w, layer), stack, 0, own, w.routed.packed, w.step.batch,
                                   panels_at(stack, 0, goes_by_panel(w, layer) ? own + 1 : 2 * own + 2),
                                   w.moe.shared_gate ? w.routed.shared_share : nullptr,
                                   w.model.parts[layer].shared_down, nullptr, w.routed.shared_inner);
@@ -301,14 +306,14 @@ inline void activate_pairs(Work& w, int64_t layer) {
             if (w.routed.span_of[pair] == ELSEWHERE) return;
             const Span& span = w.routed.spans[w.routed.span_of[pair]];
             float* base = w.routed.inner + span.begin * padded(w.moe.inner);
-            activate_piece({w.moe.limit, w.moe.alpha, w.model.activation, nullptr, w.moe.scales_inputs}, w.routed.gate_up + pair * parts.experts_gate_up.rows,
+            activate_piece(routed_activation(w, layer), w.routed.gate_up + pair * parts.experts_gate_up.rows,
                            expert_bias(w, w.moe.gate_up_bias, layer, span.expert, 2 * w.moe.inner), parts.experts_down,
                            task % pieces * PIECE, w.routed.share_of[pair], base,
                            Place(Groups(span.count), pair - span.begin));
         } else {
             const int64_t rest = task - num_pairs(w) * pieces, b = rest / shared;
             const float* gate = w.routed.shared_gate_up + b * parts.shared_gate_up.rows;
-            activate_piece({0.0f, 0.0f, w.model.activation}, gate, nullptr, parts.shared_down, rest % shared * PIECE,
+            activate_piece(shared_activation(w, layer), gate, nullptr, parts.shared_down, rest % shared * PIECE,
                            w.moe.shared_gate ? w.routed.shared_share[b] : 1.0f, w.routed.shared_inner,
                            Place(w.tokens, b));
         }
@@ -346,7 +351,7 @@ inline void expand_experts(Work& w, int64_t layer) {
             held = packed;
         }
         if (is_whole)
-            return active_gate_up(w, gate_up, span.expert, i, x, span.count, next,
+            return active_gate_up(w, routed_activation(w, layer), gate_up, span.expert, i, x, span.count, next,
                                   w.routed.share_of.data() + span.begin, down,
                                   expert_bias(w, w.moe.gate_up_bias, layer, span.expert, 2 * w.moe.inner),
                                   w.routed.inner + span.begin * padded(w.moe.inner));

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from snapstream.config.model import Activation
+from snapstream.config.model import SwiGLUClamp
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu.looped.library import (
     ACTIVATIONS,
@@ -30,7 +30,17 @@ from snapstream.kernels.cpu.looped.library import (
     library_problem,
     load,
 )
-from snapstream.kernels.rows import CosSin, ExpertParts, HeadNorm, PackedLens, Pairs, SumNorm, Xielu
+from snapstream.kernels.rows import (
+    CosSin,
+    ExpertParts,
+    HeadNorm,
+    LayerActivation,
+    PackedLens,
+    Pairs,
+    SumNorm,
+    Xielu,
+    activation_numbers,
+)
 
 Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys end, after those of the prompts before
 
@@ -119,7 +129,7 @@ def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor |
 
 def swiglu(
     library: Library, matrices: tuple[Stack, Stack], given: SumNorm | Tensor,
-    biases: tuple[Tensor | None, Tensor | None], activation: Activation | Xielu = "silu",
+    biases: tuple[Tensor | None, Tensor | None], activation: LayerActivation = "silu",
 ) -> Tensor:  # fmt: skip
     """See ``models.matrix.Matrix.swiglu``: ``[T, D]`` fp32; x is the norm of a ``SumNorm``, ``[T, D]``, or ``given``.
 
@@ -128,12 +138,11 @@ def swiglu(
     gate_up, down = matrices
     out = torch.empty(len(given if isinstance(given, Tensor) else given.residual), down.rows)
     bias, down_bias = biases
-    numbers = activation.numbers if isinstance(activation, Xielu) else None
-    kind: Activation = "xielu" if isinstance(activation, Xielu) else activation
+    numbers = activation_numbers(activation)
     _pass(
         library, given,
         Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out),
-                activation=ACTIVATIONS[kind], xielu=address(numbers)),
+                activation=_kind(activation), numbers=address(numbers)),
     )  # fmt: skip
     return out
 
@@ -144,17 +153,23 @@ def swiglu_grouped(
     """See ``models.weight.Weight.swiglu_grouped``: ``x [T, D]`` to ``[T, D]`` fp32; gate and up are whole panels."""
     gate_up, down = matrices
     x, order, ends, weights = (part.contiguous() for part in (x, pairs.order, pairs.ends, pairs.weights))
-    limit, alpha = parts.clamp or (0.0, 0.0)
+    numbers = activation_numbers(parts.activation)
     (tokens, top_k), out = weights.shape, torch.empty(len(x), down.rows)
     routed = Routed(
         x=address(x), gate_up=gate_up, down=down, order=address(order), ends=address(ends), weights=address(weights),
         out=address(out), tokens=tokens, top_k=top_k, experts=len(ends), gate_up_bias=address(parts.gate_up_bias),
-        down_bias=address(parts.down_bias), limit=limit, alpha=alpha, activation=ACTIVATIONS[parts.activation],
+        down_bias=address(parts.down_bias), activation=_kind(parts.activation), numbers=address(numbers),
         scales_inputs=parts.scales_inputs,
     )  # fmt: skip
     buffer = library.scratch(tokens * top_k * (gate_up.cols + down.cols + 2 * (ALIGN_COLS - 1)))
     library.pass_experts(byref(routed), address(buffer), torch.get_num_threads())
     return out
+
+
+def _kind(activation: LayerActivation) -> int:
+    if isinstance(activation, Xielu):
+        return ACTIVATIONS["xielu"]
+    return ACTIVATIONS["silu" if isinstance(activation, SwiGLUClamp) else activation]
 
 
 def _pass(library: Library, given: SumNorm | Tensor, passing: Passing) -> None:

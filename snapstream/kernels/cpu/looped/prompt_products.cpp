@@ -171,7 +171,7 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
             for (int64_t i = 0; i < together; ++i, own += matrix.panel_bytes)
                 for (int64_t half = 0; half < halves_of(p.activation); ++half, to += groups.tokens * PANEL)
                     multiply(matrix, own + half * panels * matrix.panel_bytes, first.of(range), groups, to);
-            activate(second, Gated{0.0f, 0.0f, p.activation, p.xielu}, p.bias, inner, sums.data(), nullptr, begin,
+            activate(second, Gated{p.activation, p.numbers}, p.bias, inner, sums.data(), nullptr, begin,
                      groups.tokens, panel * PANEL, together * PANEL);
         }
         if (gated) {
@@ -292,8 +292,8 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
             if (halves_of(r.activation) == 2)
                 multiply(matrix, data + panels * matrix.panel_bytes, expert->first.of(range), groups, ups);
             const float* bias = r.gate_up_bias ? r.gate_up_bias + expert->index * 2 * inner : nullptr;
-            activate(expert->second, {r.limit, r.alpha, r.activation, nullptr, r.scales_inputs}, bias, inner, sums.data(), shares.data() + expert->begin,
-                     expert->first.begin(range), groups.tokens, panel * PANEL, PANEL);
+            activate(expert->second, {r.activation, r.numbers, r.scales_inputs}, bias, inner, sums.data(),
+                     shares.data() + expert->begin, expert->first.begin(range), groups.tokens, panel * PANEL, PANEL);
         }
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < down_tasks.size(); ++i) {

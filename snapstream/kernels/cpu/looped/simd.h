@@ -224,13 +224,12 @@ INLINE vec xielu(vec x, const float* of) {
     return (x > vec{} ? of[0] * x * x : of[1] * (curve + (y - x))) + of[2] * x;
 }
 
-// The activation of a gated MLP: silu(gate) * up. With a limit that of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate),
-// gate at most `limit`, up within +-limit. GELU is gelu(gate) * up by the tanh formula, since (1 + tanh(z)) / 2 is
-// sigmoid(2 z). RELU2 takes up for both: relu(up)^2; so do XIELU and UNGATED_GELU.
+// The activation of a gated MLP: silu(gate) * up. With numbers (SwiGLUClamp in ../../../config/model.py) it is
+// (up + offset) * gate * sigmoid(alpha * gate), where both are clamped. GELU is gelu(gate) * up by the tanh formula, since
+// (1 + tanh(z)) / 2 is sigmoid(2 z). RELU2 takes up for both: relu(up)^2; so do XIELU and UNGATED_GELU.
 struct Gated {
-    float limit = 0.0f, alpha = 0.0f;
     int64_t kind = SILU;
-    const float* numbers = nullptr;  // of XIELU
+    const float* numbers = nullptr;  // [4], of XIELU or of a clamped SILU
     int64_t scales_inputs = 0;       // by the share of a token, not what it gives
     INLINE vec operator()(vec gate, vec up, vec share) const {
         return scales_inputs ? (*this)(gate * share, up * share) : (*this)(gate, up) * share;
@@ -243,11 +242,11 @@ struct Gated {
             const vec active = gate / (1.0f + exponential(-z));
             return kind == GELU ? active * up : active;
         }
-        if (limit == 0.0f) return gate / (1.0f + exponential(-gate)) * up;
-        const vec most = all(limit), least = all(-limit);
-        gate = gate > most ? most : gate;
+        if (!numbers) return gate / (1.0f + exponential(-gate)) * up;
+        const vec most_gate = all(numbers[0]), most = all(numbers[1]), least = -most;
+        gate = gate > most_gate ? most_gate : gate;
         up = up > most ? most : (up < least ? least : up);
-        return gate / (1.0f + exponential(-gate * alpha)) * (up + 1.0f);
+        return gate / (1.0f + exponential(-gate * numbers[2])) * (up + numbers[3]);
     }
 };
 

@@ -379,7 +379,7 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
             });
             w.end_part();
             return make_input(w, own.per_layer_out, [&](int64_t b, int64_t first, int64_t count, float* out) {
-                const Gated gated{0.0f, 0.0f, GELU};
+                const Gated gated{GELU};
                 for (int64_t i = 0; i < count; i += W) {
                     const int64_t some = std::min<int64_t>(W, count - i), at = b * size + first + i;
                     store(out + i, gated(load_some(gates + at, some), load_some(embedded + at, some)));

@@ -317,7 +317,7 @@ inline void activate_panel(Work& w, const Gated& gated, const Stack& down, const
 
 inline void expand_tokens(Work& w, int64_t layer) {
     const LayerParts& own = w.model.parts[layer];
-    const Gated gated{0.0f, 0.0f, w.model.activation, own.xielu};
+    const Gated gated{w.model.activation, own.numbers};
     const Stack& stack = own.gate_up;
     if (!activates_at_once(w, layer)) return project(w, stack, own.gate_up_bias, w.engine.gate_up);
     if (!has_gate(w.model))
@@ -337,7 +337,7 @@ inline void expand_tokens(Work& w, int64_t layer) {
 
 inline void activate_mlp(Work& w, int64_t layer) {  // where that is a stage of its own
     const LayerParts& own = w.model.parts[layer];
-    const Gated gated{0.0f, 0.0f, w.model.activation, own.xielu};
+    const Gated gated{w.model.activation, own.numbers};
     const int64_t rows = own.gate_up.rows;
     if (!std::isinf(own.deviations)) {  // reference: SparseGLU in ../../../models/layers.py
         w.share(w.step.batch, 1, [&](int64_t b) {
