@@ -25,6 +25,7 @@ from snapstream.config.model import (
     MoEConfig,
     Multipliers,
     Recurrent,
+    SwiGLUClamp,
 )
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
@@ -228,6 +229,13 @@ def read_sigmoid_moe(settings: Settings) -> MoEConfig:
         scale=number(settings, "routed_scaling_factor", above=0.0),
         has_bias=True,
     )
+
+
+def oai_clamps(settings: Settings, *, has_mlps: bool = False) -> LayerClamps:
+    """The clamped SwiGLU of gpt-oss in the experts of every layer, with ``has_mlps`` in MLPs and shared experts too."""
+    limit, count = number(settings, "swiglu_limit", above=0.0), num_layers(settings)
+    clamp = SwiGLUClamp(limit, limit, number(settings, "swiglu_alpha", above=0.0), 1.0)
+    return LayerClamps((clamp if has_mlps else None,) * count, (clamp,) * count)
 
 
 def num_mtp_layers(settings: Settings) -> int:

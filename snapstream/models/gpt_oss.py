@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MAX_DIM, LayerClamps, MoEConfig, SwiGLUClamp
-from snapstream.models.config_json import Settings, number, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, num_layers, windows_by_type
+from snapstream.config.model import MAX_DIM, MoEConfig
+from snapstream.models.config_json import Settings, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases, oai_clamps, windows_by_type
 from snapstream.models.tensors import TensorSpec, TensorSpecs, attention_tensors, outer_tensors
 
 
@@ -21,11 +21,8 @@ def _recipe(settings: Settings) -> Recipe:
         has_logit_bias=True,
         has_expert_biases=True,
     )
-    limit, count = number(settings, "swiglu_limit", above=0.0), num_layers(settings)
-    clamp = SwiGLUClamp(limit, limit, number(settings, "swiglu_alpha", above=0.0), 1.0)
     windows = windows_by_type(settings, lambda layer: layer % 2 == 0)
-    clamps = LayerClamps((None,) * count, (clamp,) * count)
-    return {**attention_biases(settings), **windows, "has_sinks": True, "moe": moe, "clamps": clamps}
+    return {**attention_biases(settings), **windows, "has_sinks": True, "moe": moe, "clamps": oai_clamps(settings)}
 
 
 def _refusals(settings: Settings) -> list[str]:

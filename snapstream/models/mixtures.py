@@ -1,13 +1,15 @@
-"""Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2, dots.llm1, ERNIE 4.5, OLMoE, Hy3,
-Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity, Laguna. No torch.
+"""Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2 and M3, dots.llm1, ERNIE 4.5,
+OLMoE, Hy3, Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity, Laguna, Step 3.5. No torch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import HeadSizes, LayerNorms, MoEConfig, Multipliers
+from snapstream.config.model import HeadSizes, LayerClamps, LayerNorms, MoEConfig, Multipliers, SwiGLUClamp
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -16,6 +18,7 @@ from snapstream.models.family import (
     layer_kind_refusals,
     num_dense,
     num_layers,
+    oai_clamps,
     other_values,
     read_sigmoid_moe,
     refuse_absent_window,
@@ -26,7 +29,7 @@ from snapstream.models.family import (
 from snapstream.models.glm import SANDWICH_NORMS
 from snapstream.models.olmo import exaone_attention, exaone_refusals
 from snapstream.models.qwen import softmax_experts
-from snapstream.models.tensors import ExpertNames, TensorSpecs, decoder_tensors, renamed, with_gates_apart
+from snapstream.models.tensors import ExpertNames, Place, TensorSpecs, decoder_tensors, renamed, with_gates_apart
 
 _MINIMAX_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
 
@@ -66,6 +69,61 @@ def _minimax_refusals(settings: Settings) -> list[str]:
 def _minimax_tensors(config: ModelConfig) -> TensorSpecs:
     correction = ".e_score_correction_bias"
     return renamed(decoder_tensors(config, _MINIMAX_NAMES), {f".gate{correction}": correction})
+
+
+def _minimax_m3_settings(settings: Settings) -> Settings:
+    """Kinds of layers and sizes of published files by their names in transformers."""
+    found = settings
+    sparse, dense = found.get("sparse_attention_config") or {}, found.get("moe_layer_freq")
+    if not isinstance(sparse, dict):
+        raise ValueError(f"sparse_attention_config is {sparse!r}; it must be an object of settings")
+    given = {"layer_types": (sparse.get("sparse_attention_freq"), "minimax_m3_sparse", "full_attention"),
+             "mlp_layer_types": (dense, "sparse", "dense")}  # fmt: skip
+    for name, (flags, yes, no) in given.items():
+        if found.get(name) is None and isinstance(flags, list):
+            found = {**found, name: [yes if one else no for one in flags]}
+    for ours, theirs in {"index_topk_blocks": "sparse_topk_blocks", "index_block_size": "sparse_block_size"}.items():
+        found = {**found, ours: sparse.get(theirs, found[ours])}
+    return {
+        **found, "first_k_dense_replace": 0, "intermediate_size": found["dense_intermediate_size"],
+        "moe_intermediate_size": settings.get("intermediate_size"),
+    }  # fmt: skip
+
+
+def _minimax_m3(settings: Settings) -> Recipe:
+    """M2 with norms of each head, shared experts, clamped activations and an indexer, which is left out."""
+    moe = MoEConfig(
+        num_experts=whole_number(settings, "num_local_experts"),
+        top_k=whole_number(settings, "num_experts_per_tok"),
+        inner=whole_number(settings, "moe_intermediate_size"),
+        num_shared=1,
+        own_shared=whole_number(settings, "shared_intermediate_size"),
+        first_dense=num_dense(settings),
+        scoring="sigmoid",
+        normalise=True,
+        scale=number(settings, "routed_scaling_factor", above=0.0),
+        has_bias=True,
+    )
+    recipe: Recipe = {
+        "qk_norm": True, "norm_offset": 1.0, "moe": moe, "clamps": oai_clamps(settings, has_mlps=True),
+    }  # fmt: skip
+    if "minimax_m3_sparse" in (settings.get("layer_types") or ()):
+        recipe["index_topk"] = whole_number(settings, "index_topk_blocks") * whole_number(settings, "index_block_size")
+    return recipe
+
+
+def _minimax_m3_refusals(settings: Settings) -> list[str]:
+    """Also of fields of published files that transformers does not read and that would change the model."""
+    known = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_head",
+             "use_gemma_norm": True, "attention_output_gate": False, "n_shared_experts": 1}  # fmt: skip
+    reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
+    if settings.get("hidden_act", "silu") not in ("silu", "swigluoai"):
+        reasons.append(f"hidden_act is {settings['hidden_act']!r}; only 'swigluoai' or 'silu' is supported")
+    return reasons
+
+
+def _minimax_m3_tensors(config: ModelConfig) -> TensorSpecs:
+    return renamed(_minimax_tensors(config), {"mlp.shared_experts.": "block_sparse_moe.shared_experts."})
 
 
 def _dots(settings: Settings) -> Recipe:
@@ -366,6 +424,111 @@ def _laguna_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
+_STEP_NAMES = {
+    "num_attention_groups": "num_key_value_heads", "moe_num_experts": "num_experts", "n_routed_experts": "num_experts",
+    "moe_top_k": "num_experts_per_tok", "share_expert_dims": "shared_expert_intermediate_size",
+    "share_expert_dim": "shared_expert_intermediate_size", "moe_router_scaling_factor": "moe_routed_scaling_factor",
+    "max_seq_len": "max_position_embeddings",
+}  # fmt: skip
+
+
+def _by_layer(settings: Settings, name: str, default: object) -> list[Any]:
+    """A field with a value for each layer, or one for all; lists of published files go on after the last layer."""
+    given, count = settings.get(name), num_layers(settings)
+    if not isinstance(given, list):
+        return [default if given is None else given] * count
+    if len(given) < count:
+        raise ValueError(f"{name} has {len(given)} values; there are {count} layers")
+    return given[:count]
+
+
+def _step_settings(settings: Settings) -> Settings:
+    """Those of Laguna."""
+    found, count = {_STEP_NAMES.get(name, name): value for name, value in settings.items()}, num_layers(settings)
+    found["layer_types"] = kinds = _by_layer(found, "layer_types", "full_attention")
+    sparse = found.get("moe_layers_enum")  # such as "3,4,5"
+    chosen = sparse.split(",") if isinstance(sparse, str) else range(3, count) if sparse is None else sparse
+    if found.get("mlp_layer_types") is None and isinstance(chosen, list | range):
+        layers = {str(layer).strip() for layer in chosen}
+        found["mlp_layer_types"] = ["sparse" if str(layer) in layers else "dense" for layer in range(count)]
+    found["mlp_layer_types"] = _by_layer(found, "mlp_layer_types", None)
+    if found.get("rope_parameters") is None:
+        bases, shares = _by_layer(found, "rope_theta", 10000.0), _by_layer(found, "partial_rotary_factors", 1.0)
+        ropes = [
+            {"rope_theta": base, "partial_rotary_factor": share} for base, share in zip(bases, shares, strict=True)
+        ]
+        found["rope_parameters"] = dict(zip(kinds, ropes, strict=True))
+        if isinstance(stretch := found.get("rope_scaling"), dict) and "full_attention" in kinds:
+            found["rope_parameters"]["full_attention"] |= stretch
+    heads, other = found["num_attention_heads"], found.get("attention_other_setting")
+    if isinstance(other, dict) and found.get("num_sliding_attention_heads") is None:
+        found["num_sliding_attention_heads"] = other.get("num_attention_heads")
+    windowed = found.get("num_sliding_attention_heads") or heads
+    found["num_attention_heads_per_layer"] = [windowed if kind == "sliding_attention" else heads for kind in kinds]
+    return _laguna_settings({**found, "rope_theta": 10000.0, "rope_scaling": None})
+
+
+def _step(settings: Settings) -> Recipe:
+    """Laguna with norms around 1, sigmoids for gates, and activations that are clamped in some layers."""
+    return {
+        **_laguna(settings), "has_softplus_gates": False, "norm_offset": 1.0,
+        "clamps": LayerClamps(_step_limits(settings, "swiglu_limits_shared"), _step_limits(settings, "swiglu_limits")),
+        "num_mtp_layers": whole_number(settings, "num_nextn_predict_layers"),
+    }  # fmt: skip
+
+
+def _step_limits(settings: Settings, name: str) -> tuple[SwiGLUClamp | None, ...]:
+    """The limit is of ``silu(gate)``: that of the gate is where SiLU, which rises from 0 on, reaches it."""
+    limits = [number({name: limit}, name, 0.0) for limit in _by_layer(settings, name, 0.0)]
+    return tuple(SwiGLUClamp(_inverse_silu(limit), limit) if limit > 0.0 else None for limit in limits)
+
+
+def _inverse_silu(value: float) -> float:
+    """The ``x >= 0`` of which ``x * sigmoid(x)`` is ``value``, by Newton's method."""
+    x = value
+    for _ in range(100):
+        share = 1.0 / (1.0 + math.exp(-x))
+        x -= (x * share - value) / (share * (1.0 + x * (1.0 - share)))
+    return x
+
+
+def _step_refusals(settings: Settings) -> list[str]:
+    """Also of fields of published files, each of which has one value that transformers takes for granted."""
+    head = settings.get("head_dim")
+    known = {"moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True, "sink": False,
+             "use_head_wise_attn_gate": True, "att_impl_type": "GQA", "attention_bias": False, "mlp_bias": False,
+             "use_bidirectional_attention": False, "yarn_only_types": ["full_attention"]}  # fmt: skip
+    reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
+    if (scalar := settings.get("query_pre_attn_scalar")) not in (None, head):
+        reasons.append(f"query_pre_attn_scalar is {scalar!r}; it must be head_dim ({head})")
+    if not all(_by_layer(settings, "use_rope_layers", True) if settings.get("use_rope_layers") else ()):
+        reasons.append("use_rope_layers has layers without rotary embedding, which are not supported")
+    other, usual = (
+        settings.get("attention_other_setting"),
+        {"num_attention_groups": "num_key_value_heads", "head_dim": "head_dim"},
+    )
+    reasons += other_values(other or {}, {theirs: settings[ours] for theirs, ours in usual.items()})
+    return reasons
+
+
+def _step_tensors(config: ModelConfig) -> TensorSpecs:
+    """A layer's experts are in three tensors."""
+    names = {
+        "mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate.weight": "moe.gate.weight",
+        "mlp.shared_experts.": "share_expert.",
+    }  # fmt: skip
+    specs, moe = renamed(decoder_tensors(config), names), config.moe
+    assert moe is not None
+    each = slice(None)
+    parts: dict[str, dict[str, tuple[Place, ...]]] = {
+        "experts_gate_up": {
+            "moe.gate_proj.weight": (each, slice(moe.inner)), "moe.up_proj.weight": (each, slice(moe.inner, None)),
+        },
+        "experts_down": {"moe.down_proj.weight": ()},
+    }  # fmt: skip
+    return {**specs, **{name: replace(specs[name], parts=own) for name, own in parts.items()}}
+
+
 def _laguna_tensors(config: ModelConfig) -> TensorSpecs:
     names = {".gate.e_score_correction": ".experts.e_score_correction", ".shared_experts.": ".shared_expert."}
     return renamed(decoder_tensors(config), names)
@@ -382,6 +545,24 @@ MINIMAX_M2 = Family(
     has_experts=True,
     is_partly_rotated=True,
     tensors=_minimax_tensors,
+)  # fmt: skip
+MINIMAX_M3 = Family(
+    defaults={
+        "bos_token_id": 200034, "dense_intermediate_size": 12288, "eos_token_id": 200020, "head_dim": 128,
+        "index_block_size": 128, "index_topk_blocks": 16, "num_experts_per_tok": 4, "num_key_value_heads": 4,
+        "num_local_experts": 128, "rope_theta": 5_000_000.0, "routed_scaling_factor": 2.0,
+        "shared_intermediate_size": 3072, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+    },
+    rewrite=_minimax_m3_settings,
+    recipe=_minimax_m3,
+    refusals=_minimax_m3_refusals,
+    has_experts=True,
+    has_own_activation=True,
+    is_partly_rotated=True,
+    is_text_part=True,
+    other_layer_types=("minimax_m3_sparse",),
+    skipped=(".self_attn.index_", "mtp", "model.mtp"),
+    tensors=_minimax_m3_tensors,
 )  # fmt: skip
 DOTS1 = Family(
     defaults={
@@ -511,4 +692,20 @@ AFMOE = Family(
     has_experts=True,
     has_windows=True,
     tensors=_afmoe_tensors,
+)  # fmt: skip
+STEP3 = Family(
+    defaults={
+        "head_dim": 128, "hidden_size": 4096, "intermediate_size": 11264, "max_position_embeddings": 128000,
+        "moe_intermediate_size": 1280, "moe_routed_scaling_factor": 1.0, "num_attention_heads": 64,
+        "num_experts": 288, "num_experts_per_tok": 8, "num_hidden_layers": 45, "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-5, "shared_expert_intermediate_size": 1280,
+    },
+    rewrite=_step_settings,
+    recipe=_step,
+    refusals=_step_refusals,
+    has_windows=True,
+    has_experts=True,
+    has_rope_by_kind=True,
+    is_text_part=True,
+    tensors=_step_tensors,
 )  # fmt: skip

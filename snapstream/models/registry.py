@@ -93,7 +93,9 @@ from snapstream.models.mixtures import (
     LAGUNA,
     MELLUM,
     MINIMAX_M2,
+    MINIMAX_M3,
     OLMOE,
+    STEP3,
 )
 from snapstream.models.nemotron import NEMOTRON_H
 from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO, OLMO2, OLMO3, OLMO_HYBRID
@@ -142,6 +144,7 @@ FAMILIES: Registry[Family] = Registry(
         "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
         "MixtralForCausalLM": MIXTRAL,
         "MiniMaxM2ForCausalLM": MINIMAX_M2,
+        "MiniMaxM3SparseForConditionalGeneration": MINIMAX_M3,
         "Dots1ForCausalLM": DOTS1,
         "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
         "OlmoeForCausalLM": OLMOE,
@@ -154,6 +157,8 @@ FAMILIES: Registry[Family] = Registry(
         "FlintForCausalLM": FLINT,
         "AfmoeForCausalLM": AFMOE,
         "LagunaForCausalLM": LAGUNA,
+        "Step3p5ForCausalLM": STEP3,
+        "Step3p7ForConditionalGeneration": STEP3,
         "Glm4MoeForCausalLM": GLM4_MOE,
         "Glm4vForConditionalGeneration": GLM4V,
         "Glm46VForConditionalGeneration": GLM4V,

@@ -23,7 +23,8 @@ TOWER_PREFIXES = (
     "vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "model.mm_projector.",
     "model.vision_tower.", "model.multi_modal_projector.",
     "model.visual.", "model.vision_embedder.", "model.vision_adapter.", "model.vision_projection.",
-    "model.audio_tower.", "model.embed_vision.", "model.embed_audio.",
+    "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "patch_merge_mlp.", "vit_large_projector.",
+    "model.vision_model.", "model.vit_large_projector.",
 )  # fmt: skip
 
 ATTENTION_NAMES = "self_attn.", "mixer.q_proj.", "mixer.o_proj."  # of a layer's attention

@@ -504,6 +504,45 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
          "head_dim": 20},
     ),
+    "minimax-m3": (  # clamped activations; an indexer that chooses among more tokens than tests have
+        "MiniMaxM3VLTextConfig",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "dense_intermediate_size": 56,
+         "shared_intermediate_size": 40, "head_dim": 20, "rotary_dim": 12, "swiglu_limit": 0.7,
+         "num_attention_heads": 6, "num_key_value_heads": 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+         "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"], "index_n_heads": 3,
+         "index_head_dim": 20,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.6}},
+    ),
+    "minimax-m3-panels": (
+        "MiniMaxM3VLTextConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64, "dense_intermediate_size": 96,
+         "shared_intermediate_size": 32, "head_dim": 32, "hidden_size": 64, "rotary_dim": 16, "swiglu_limit": 1.0,
+         "num_key_value_heads": 1, "mlp_layer_types": ["dense", "dense", "sparse"],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "step3.7": (  # fewer query heads in full layers, where half of a head is rotated; clamps in some layers
+        "Step3p7TextConfig",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "share_expert_dim": 24,
+         "head_dim": 20, "sliding_window": 21, "num_hidden_layers": 5, "moe_router_scaling_factor": 1.7,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention",
+                         "sliding_attention"],
+         "num_sliding_attention_heads": 6, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3,
+         "swiglu_limits": [0.0, 0.0, 0.0, 0.3, 0.5], "swiglu_limits_shared": [0.0, 0.4, 0.0, 0.6, 0.2],
+         "rope_parameters": {
+             "full_attention": {**LLAMA3, "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}},
+    ),
+    "step3.7-panels": (
+        "Step3p7TextConfig",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "share_expert_dim": 32,
+         "head_dim": 32, "hidden_size": 64, "sliding_window": 40, "num_key_value_heads": 1, "num_attention_heads": 2,
+         "layer_types": ["full_attention", "sliding_attention", "full_attention"], "num_sliding_attention_heads": 5,
+         "mlp_layer_types": ["dense", "sparse", "sparse"], "swiglu_limits": [0.0, 0.8, 0.5],
+         "swiglu_limits_shared": [0.3, 0.0, 0.9],
+         "rope_parameters": {
+             "full_attention": {"rope_type": "default", "rope_theta": 50000.0, "partial_rotary_factor": 0.5},
+             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}}},
+    ),
     "llama4": (  # chunks; layers without rotary embedding, norms and chunks; experts in every second layer
         "Llama4TextConfig",
         {"attention_chunk_size": 38, "floor_scale": 16, "attn_scale": 0.6, "interleave_moe_layer_step": 2,
@@ -772,17 +811,26 @@ def class_of_transformers(name: str) -> Any:
     return getattr(transformers, name)
 
 
+_TOWER = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+TOWERS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
+    "MuseGlimmerTextConfig": ("MuseGlimmerConfig", "MuseGlimmerForConditionalGeneration", _TOWER,
+                              {"out_hidden_size": 32, "projector_hidden_size": 8}),
+    "MiniMaxM3VLTextConfig": ("MiniMaxM3VLConfig", "MiniMaxM3SparseForConditionalGeneration",
+                              {**_TOWER, "image_size": 28}, {"projector_hidden_size": 48}),
+    "Step3p7TextConfig": ("Step3p7Config", "Step3p7ForConditionalGeneration",
+                          {"width": 8, "layers": 1, "heads": 1, "image_size": 28}, {}),
+}  # fmt: skip
+
+
 def causal_lm(class_name: str, changes: dict[str, Any]) -> Any:
     """A model of that config class, with fresh weights; also of a class that AutoModelForCausalLM does not know."""
     config = class_of_transformers(class_name)(**changes)
     if class_name == "Mistral4Config":
         return transformers.Mistral4ForCausalLM(config)
-    if class_name == "MuseGlimmerTextConfig":  # which has no class without a tower
-        tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-        around = transformers.MuseGlimmerConfig(
-            text_config=config, vision_config=tower, out_hidden_size=32, projector_hidden_size=8
-        )
-        return transformers.MuseGlimmerForConditionalGeneration(around)
+    if class_name in TOWERS:  # has no class without a tower
+        outer, model, tower, others = TOWERS[class_name]
+        around = getattr(transformers, outer)(text_config=config, vision_config=tower, **others)
+        return getattr(transformers, model)(around)
     own = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}  # sdpa has no cap
     return transformers.AutoModelForCausalLM.from_config(config, **own)
 

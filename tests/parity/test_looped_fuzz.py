@@ -144,9 +144,21 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith(("Gemma2", "VaultGemma")):
         caps = random.choice([None, 0.3, 50.0]), random.choice([None, 3.0])
         found |= dict(zip(("attn_logit_softcapping", "final_logit_softcapping"), caps, strict=True))
-    if architecture.startswith("Laguna"):
+    if architecture.startswith(("Laguna", "Step3")):
         found |= draw_laguna(random, size, kv_heads, layers)
         rope = None
+    if architecture.startswith("Step3"):
+        kinds = dict(zip(found["layer_types"], found["num_attention_heads_per_layer"], strict=True))
+        found |= {
+            "num_sliding_attention_heads": kinds.get("sliding_attention"), "mlp_bias": False,
+            "num_attention_heads": kinds.get("full_attention", heads),
+            **{name: random.choices([0.0, 0.3, 2.0], k=layers) for name in ("swiglu_limits", "swiglu_limits_shared")},
+        }  # fmt: skip
+    if architecture.startswith("MiniMaxM3"):
+        found |= {
+            "dense_intermediate_size": size.inputs(300), "swiglu_limit": random.choice([0.3, 5.0]),
+            "mlp_layer_types": ["dense"] * (first := size.any(0, layers)) + ["sparse"] * (layers - first),
+        }  # fmt: skip
     if architecture.startswith("Llama4"):
         found |= {
             "intermediate_size_mlp": size.inputs(300), "attention_chunk_size": random.choice([1, 30, 129]),
@@ -332,7 +344,7 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "topk_group": top_groups, "num_experts_per_tok": size.any(1, min(6, experts // groups * top_groups)),
         **({"num_experts_per_tok": 2} if architecture.startswith("Phi") else {}),
         "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
-        "norm_topk_prob": architecture == "LagunaForCausalLM" or (
+        "norm_topk_prob": architecture.startswith(("Laguna", "Step3")) or (
             architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5
         ),
         "first_k_dense_replace": 0 if "Solar" in architecture else size.any(0, layers), "num_nextn_predict_layers": 0,
@@ -342,6 +354,9 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "expert_selection_fn": random.choice(["softmax", "sigmoid"]),
     } | ({"intermediate_size": inner} if has_one_inner else {}) | (
         {"shared_intermediate_size": random.choice([0, size.inputs(100)])} if "GraniteMoe" in architecture else {}
+    ) | (
+        {"shared_intermediate_size": size.inputs(100), "intermediate_size": inner, "n_shared_experts": 1}
+        if "MiniMaxM3" in architecture else {}
     )  # fmt: skip
 
 

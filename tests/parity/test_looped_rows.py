@@ -38,7 +38,7 @@ SPARSE = (
     "Mo",
     "Mixtral",
     "GptOss",
-    "MiniMaxM2",
+    "MiniMaxM",
     "Dots1",
     "Olmoe",
     "HYV3",
@@ -49,6 +49,7 @@ SPARSE = (
     "HunYuanMoE",
     "Afmoe",
     "Laguna",
+    "Step3",
     "Phimoe",
     "Llama4",
 )

@@ -14,7 +14,7 @@ import pytest
 
 from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import AltUp, LatentConfig, LengthScale, Mamba2, Multipliers
+from snapstream.config.model import AltUp, HeadSizes, LatentConfig, LengthScale, Mamba2, Multipliers
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 from snapstream.models.sharding import active_parameters, num_parameters, rank_config
@@ -186,6 +186,42 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
              "sliding_attention": {"partial_rotary_factor": 1.0, "rope_theta": 10000.0, "rope_type": "default"}},
          "shared_expert_intermediate_size": 512, "sliding_window": 512, "vocab_size": 100352},
         33_442_617_088,  # with the corrections of the routers
+    ),
+    "Step-3.5-Flash": (
+        {"architectures": ["Step3p5ForCausalLM"], "att_impl_type": "GQA", "attention_other_setting": {
+             "attention_type": "sliding_attention", "head_dim": 128, "num_attention_groups": 8,
+             "num_attention_heads": 96, "true_head_dim": 128},
+         "head_dim": 128, "hidden_size": 4096, "intermediate_size": 11264,
+         "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12, "max_position_embeddings": 262144,
+         "max_seq_len": 262144, "moe_intermediate_size": 1280, "moe_layers_enum": ",".join(map(str, range(3, 45))),
+         "moe_num_experts": 288, "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8,
+         "need_fp32_gate": True, "norm_expert_weight": True, "num_attention_groups": 8, "num_attention_heads": 64,
+         "num_hidden_layers": 45, "num_nextn_predict_layers": 3, "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 12,
+         "rms_norm_eps": 1e-05, "rope_scaling": {
+             "factor": 2.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0,
+             "original_max_position_embeddings": 131072, "rope_type": "llama3"},
+         "rope_theta": [5000000.0, 10000.0, 10000.0, 10000.0] * 12, "share_expert_dim": 1280, "sink": False,
+         "sliding_window": 512, "swiglu_limits": [0.0] * 43 + [7, 7, 0.0, 0.0, 0.0],
+         "swiglu_limits_shared": [0.0] * 44 + [16, 0.0, 0.0, 0.0], "use_head_wise_attn_gate": True,
+         "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [], "vocab_size": 128896,
+         "yarn_only_types": ["full_attention"]},
+        196_956_130_368,
+    ),
+    "MiniMax-M3": (  # without its indexers
+        {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": {
+            "attention_output_gate": False, "dense_intermediate_size": 12288, "head_dim": 128,
+            "hidden_act": "swigluoai", "hidden_size": 6144, "intermediate_size": 3072, "max_position_embeddings": 1048576, "moe_layer_freq": [0] * 3 + [1] * 57,
+            "n_shared_experts": 1, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 60,
+            "num_key_value_heads": 4, "num_local_experts": 128, "partial_rotary_factor": 0.5,
+            "qk_norm_type": "per_head", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
+            "routed_scaling_factor": 2.0, "scoring_func": "sigmoid", "shared_intermediate_size": 3072,
+            "sparse_attention_config": {
+                "sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_block_size": 128, "sparse_index_dim": 128,
+                "sparse_init_block": 0, "sparse_local_block": 1, "sparse_num_index_heads": 4,
+                "sparse_score_type": "max", "sparse_topk_blocks": 16, "use_sparse_attention": True},
+            "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "use_gemma_norm": True, "use_qk_norm": True,
+            "use_routing_bias": True, "vocab_size": 200064}},
+        425_950_425_216,
     ),
     "Ling-3.0-Flash": (  # as the config class of transformers has it
         {"architectures": ["BailingHybridForCausalLM"], "first_k_dense_replace": 2, "head_dim": 128,
@@ -729,6 +765,7 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
     [
         ("Phi-4-mini-instruct", "Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"),
         ("Laguna-XS.2", "LagunaForCausalLM has layers that differ in their heads.*use 1 rank"),
+        ("Step-3.5-Flash", "Step3p5ForCausalLM has layers that differ in their heads.*use 1 rank"),
         ("c4ai-command-r-plus", "CohereForCausalLM has norms for each head.*use 1 rank"),
         ("OLMo-2-1124-7B", "Olmo2ForCausalLM norms all heads together.*use 1 rank"),
     ],
@@ -997,6 +1034,18 @@ GPT_OSS_120B: dict[str, Any] = GPT_OSS_20B | {
 }  # fmt: skip
 
 
+def test_clamps_of_some_layers() -> None:
+    """A limit of ``silu(gate)`` is one of the gate; MLPs, shared experts and experts have limits of their own."""
+    model = model_config_from_dict(STEP)
+    assert model.clamps is not None and [layer for layer, own in enumerate(model.clamps.mlps) if own] == [44]
+    assert [layer for layer, own in enumerate(model.clamps.experts) if own] == [43, 44]
+    for clamp in filter(None, model.clamps.mlps + model.clamps.experts):
+        assert clamp.most_gate / (1.0 + math.exp(-clamp.most_gate)) == pytest.approx(clamp.most_up, rel=1e-12)
+    assert (model.num_heads, model.full_heads) == (96, HeadSizes(8, 128, 64)) and model.num_mtp_layers == 3
+    sparse = model_config_from_dict(M3)
+    assert sparse.index_topk == 2048 and sparse.clamps == (((7.0, 7.0, 1.702, 1.0),) * 60,) * 2
+
+
 def test_gpt_oss() -> None:
     """20b has 20.9B parameters and activates 3.6B, 120b 116.8B and 5.1B (arXiv 2508.10925, table 1)."""
     small, large = model_config_from_dict(GPT_OSS_20B), model_config_from_dict(GPT_OSS_120B)
@@ -1024,6 +1073,8 @@ GEMMA3N: dict[str, Any] = {
     **LLAMA, "architectures": ["Gemma3nForCausalLM"], "num_hidden_layers": 2, "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"],
 }  # fmt: skip
+STEP = PUBLISHED["Step-3.5-Flash"][0]
+M3 = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], **PUBLISHED["MiniMax-M3"][0]["text_config"]}
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     (
         {**LLAMA, "architectures": ["Gemma9ForCausalLM"]},
@@ -1233,6 +1284,19 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**NANOCHAT, "tie_word_embeddings": True}, "tie_word_embeddings is True; of this architecture it must be False"),
     ({**NANOCHAT, "rope_scaling": YARN}, "rope yarn.* not supported with norms of queries and keys after the rotation"),
     ({**LLAMA, "architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0; clipped projections"),
+    ({**STEP, "moe_router_activation": "softmax"}, "moe_router_activation is 'softmax'; of this architecture it must"),
+    ({**STEP, "query_pre_attn_scalar": 64}, r"query_pre_attn_scalar is 64; it must be head_dim \(128\)"),
+    ({**STEP, "use_rope_layers": [1, 0] * 24}, "use_rope_layers has layers without rotary embedding"),
+    ({**STEP, "swiglu_limits": [7.0] * 44}, "swiglu_limits has 44 values; there are 45 layers"),
+    ({**STEP, "swiglu_limits": ["high"] * 45}, "swiglu_limits is 'high'; it must be a number"),
+    (
+        {**STEP, "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 4}},
+        "num_attention_groups is 4; of this architecture it must be 8",
+    ),
+    ({**M3, "hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'swigluoai' or 'silu' is supported"),
+    ({**M3, "qk_norm_type": "per_layer"}, "qk_norm_type is 'per_layer'; of this architecture it must be 'per_head'"),
+    ({**M3, "sparse_attention_config": [1]}, r"sparse_attention_config is \[1\]; it must be an object of settings"),
+    ({**M3, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number over 0"),
     ({**LAGUNA, "gating_types": ["per_head", "none"]}, r"gating_types is \['per_head', 'none'\]; of this architecture"),
     ({**LAGUNA, "norm_topk_prob": False}, "norm_topk_prob is False; of this architecture it must be True"),
     ({**LAGUNA, "gating": "per-element"}, "gating is 'per-element'; only a gate for each head"),
@@ -1373,7 +1437,7 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 TEXT_NAMES = ("Llama4", "Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer",
-              "Glm4v")  # fmt: skip
+              "Glm4v", "MiniMaxM3VL", "Step3p7")  # fmt: skip
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM", "VaultGemmaForCausalLM")  # fmt: skip
@@ -1393,7 +1457,7 @@ def config_class_of(architecture: str) -> Any:
     name = architecture.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     names = {"Mistral3": "Mistral", "Exaone4_5_": "Exaone4", "Lfm2Vl": "Lfm2", "Lfm3Vl": "Lfm3",
              "Glm46V": "Glm4v", "KimiK25": "DeepseekV3", "Kimi_K25": "DeepseekV3",
-             "PhiMoE": "Phimoe"}  # fmt: skip
+             "PhiMoE": "Phimoe", "MiniMaxM3Sparse": "MiniMaxM3VL", "Step3p5": "Step3p7"}  # fmt: skip
     name = names.get(name, name)  # that of its text_config
     is_text = architecture in TEXT_CONFIGS or name.startswith(TEXT_NAMES)
     return class_of_transformers(name + ("TextConfig" if is_text else "Config"))
@@ -1488,6 +1552,14 @@ def other_values(architecture: str) -> dict[str, Any]:
                      "norm_topk_prob": True}  # fmt: skip
         for name in ("rope_theta", "layer_types", "mlp_layer_types"):  # with lists it wants the number of layers
             settings.pop(name, None)
+    if "MiniMaxM3" in architecture:
+        settings |= {"swiglu_alpha": 1.5, "swiglu_limit": 5.0, "index_topk_blocks": 5,
+                     "index_block_size": 16, "dense_intermediate_size": 112, "shared_intermediate_size": 40,
+                     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 4]}  # fmt: skip
+    if "Step3" in architecture:
+        settings |= {"attention_bias": False, "mlp_bias": False, "sliding_window": 77, "query_pre_attn_scalar": None,
+                     "share_expert_dim": 40, "moe_router_scaling_factor": 2.5, "num_attention_groups": 48}  # fmt: skip
+        settings.pop("mlp_layer_types")  # with the list it wants the number of layers
     if "Llama4" in architecture:
         settings |= {"attention_chunk_size": 77, "attn_scale": 0.3, "attn_temperature_tuning": False, "floor_scale": 60,
                      "interleave_moe_layer_step": 2, "intermediate_size_mlp": 112, "use_qk_norm": False}  # fmt: skip
