@@ -42,6 +42,7 @@ ARCHITECTURES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe", "ArceeForCausalLM": "arcee",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense", "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoe", "ExaoneMoeForCausalLM": "exaone-moe", "AfmoeForCausalLM": "afmoe",
+    "Step3p7ForConditionalGeneration": "step35",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
 NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
@@ -85,10 +86,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {}, "olmoe": {"attention_bias": False}, "exaone4": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4}, "seed-oss": {}, "internlm3": {},
     "iquest-coder": {}, "granite-4-dense": {}, "youtu": _LATENT, "deepseek-v3.2": _LATENT, "glm-5": {}, "hy3": {},
-    "mellum": {"norm_topk_prob": True},
+    "mellum": {"norm_topk_prob": True}, "step3.7": {}, "step3.7-panels": {},
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
-OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe")  # norms have 1 added
+OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 STREAM = re.compile(r"model\.altup_(unemb)?(?:ed_)?projections\.(\d+)\.weight")
@@ -106,6 +107,7 @@ def permuted(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]
 def settings_of(folder: Path) -> dict[str, Any]:
     """Of a checkpoint, with the size of a head and the kinds of layers."""
     settings = json.loads((folder / "config.json").read_text())
+    settings |= settings.get("text_config") or {}
     if (kinds := settings.get("layers_block_type")) is not None:
         settings |= {"num_hidden_layers": len(kinds), "layer_types": kinds, "rope_parameters": {"rope_type": "default"}}
     settings["head_dim"] = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
@@ -144,6 +146,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             stack = "altup_unembd_proj.weight" if stream[1] else "altup_proj.weight"
             experts.setdefault(stack, {})[int(stream[2])] = numbers
             continue
+        if name.startswith(("vision_model.", "vit_large_projector.")):
+            continue
         projection = name.split(".")[-2]
         if arch in PERMUTED and projection in heads:
             numbers = permuted(numbers, heads[projection])
@@ -171,7 +175,7 @@ def parts_of(
         return {name + ".weight": numbers}
     if name.endswith("correction_bias"):
         return {name.removesuffix("_bias") + ".bias": numbers}
-    if name.endswith("expert_bias"):
+    if name.endswith(("expert_bias", "router_bias")):
         return {name + ".bias" * (arch != "hy_v3"): numbers}
     if name.endswith("kv_b_proj.weight"):
         rows = numbers.reshape(settings["num_attention_heads"], -1, numbers.shape[1])
@@ -250,9 +254,10 @@ def rope_factors(settings: dict[str, Any]) -> np.ndarray[Any, Any] | None:
         size = gemma4_metadata(settings)["attention.key_length"]
         rotated = int(size * rope["full_attention"]["partial_rotary_factor"] / 2)
         return np.array([1.0] * rotated + [1e30] * (size // 2 - rotated), dtype=np.float32)
+    size, rope = settings["head_dim"], rope.get("full_attention", rope)
     if rope.get("rope_type") != "llama3":
         return None
-    dim, old = settings["head_dim"], rope["original_max_position_embeddings"]
+    dim, old = int(size * rope.get("partial_rotary_factor", 1.0)), rope["original_max_position_embeddings"]
     low, high = old / rope["low_freq_factor"], old / rope["high_freq_factor"]
     found = []
     for frequency in 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim):
@@ -260,7 +265,7 @@ def rope_factors(settings: dict[str, Any]) -> np.ndarray[Any, Any] | None:
         smooth = (old / length - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
         middle = 1 / ((1 - smooth) / rope["factor"] + smooth)
         found.append(1.0 if length < high else rope["factor"] if length > low else middle)
-    return np.array(found, dtype=np.float32)
+    return np.array(found + [1.0] * (size // 2 - len(found)), dtype=np.float32)
 
 
 def raw_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray[Any, Any]:
@@ -360,8 +365,9 @@ FIELDS = {
     "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip
-SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa")
-WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum")  # and which layers have them
+SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa",
+           "step35")
+WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum", "step35")  # and which layers have them
 NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa")
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 
@@ -430,6 +436,17 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         }  # fmt: skip
     if arch == "gemma4":
         found |= gemma4_metadata(settings)
+    if arch == "step35":
+        windowed = settings["num_sliding_attention_heads"]
+        found |= {
+            "attention.head_count": [windowed if kind == "sliding_attention" else heads for kind in kinds],
+            "attention.head_count_kv": [kv_heads] * layers, "swiglu_clamp_exp": settings["swiglu_limits"],
+            "swiglu_clamp_shexp": settings["swiglu_limits_shared"], "moe_every_n_layers": 1,
+            "expert_shared_feed_forward_length": settings["share_expert_dim"], "expert_weights_norm": True,
+            "expert_weights_scale": settings["moe_router_scaling_factor"],
+            "leading_dense_block_count": settings["mlp_layer_types"].count("dense"),
+        }  # fmt: skip
+        found.pop("rope.dimension_count")
     if arch == "gpt-oss":
         found["expert_feed_forward_length"] = settings["intermediate_size"]
     if arch == "minimax-m2":

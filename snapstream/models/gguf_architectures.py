@@ -303,6 +303,31 @@ def _ministral(model: Model, own: Settings, settings: Settings) -> Settings:
     return {"rope_scaling": {**settings["rope_scaling"], "mscale": share, "mscale_all_dim": share, **more}}
 
 
+def _step(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Layers without a window rotate half of a head, by a base and divisors of their own, and may have fewer heads."""
+    if own.get("moe_every_n_layers", 1) != 1:
+        raise ValueError(f"moe_every_n_layers is {own['moe_every_n_layers']}; only 1 is supported")
+    kinds, heads, size = settings["layer_types"], model.by_layer("attention.head_count"), settings["head_dim"]
+    full, windowed = (
+        next((count for count, own_kind in zip(heads, kinds, strict=True) if own_kind == kind), heads[0])
+        for kind in ("full_attention", "sliding_attention")
+    )
+    rope = {"rope_theta": own["rope.freq_base"], "partial_rotary_factor": 0.5}
+    if (scaling := settings.get("rope_scaling")) is not None:
+        rope |= scaling | {f"{name}_factor": scaling["long_factor"][: size // 4] for name in ("short", "long")}
+    dense = own.get("leading_dense_block_count", 0)
+    limits = {"swiglu_limits": "swiglu_clamp_exp", "swiglu_limits_shared": "swiglu_clamp_shexp"}
+    return {
+        "num_attention_heads": full, "num_sliding_attention_heads": windowed, "rope_scaling": None,
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(model.num_layers)],
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_theta": own.get("rope.freq_base_swa", own["rope.freq_base"])},
+        },
+        **{name: list(model.numbers(key)) for name, key in limits.items() if key in own},
+    }  # fmt: skip
+
+
 _SIGMOID = 2
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 _NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
@@ -627,6 +652,19 @@ ARCHITECTURES = {
             "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
             "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj",
             "ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias",
+        },
+    ),
+    "step35": Architecture(
+        name="Step3p5ForCausalLM", router=_SIGMOID, norm_offset=1.0, complete=_step,
+        fields={
+            **_WINDOW, **_experts(shared_feed_forward_length="share_expert_dim", shared_count="",
+                                  weights_scale="moe_router_scaling_factor", group_count="", group_used_count=""),
+            "attention.head_count": "", "rope.freq_base_swa": "", "swiglu_clamp_exp": "", "swiglu_clamp_shexp": "",
+            "leading_dense_block_count": "", "moe_every_n_layers": "",
+        },
+        layer_names={
+            "attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias",
+            **{f"ffn_{name}_shexp": f"share_expert.{name}_proj" for name in ("gate", "up", "down")},
         },
     ),
     "exaone4": Architecture(

@@ -512,21 +512,16 @@ def _step_refusals(settings: Settings) -> list[str]:
 
 
 def _step_tensors(config: ModelConfig) -> TensorSpecs:
-    """A layer's experts are in three tensors."""
     names = {
         "mlp.gate.e_score_correction_bias": "moe.router_bias", "mlp.gate.weight": "moe.gate.weight",
-        "mlp.shared_experts.": "share_expert.",
+        "mlp.shared_experts.": "share_expert.", "mlp.experts.down_proj": "moe.down_proj.weight",
     }  # fmt: skip
-    specs, moe = renamed(decoder_tensors(config), names), config.moe
-    assert moe is not None
-    each = slice(None)
-    parts: dict[str, dict[str, tuple[Place, ...]]] = {
-        "experts_gate_up": {
-            "moe.gate_proj.weight": (each, slice(moe.inner)), "moe.up_proj.weight": (each, slice(moe.inner, None)),
-        },
-        "experts_down": {"moe.down_proj.weight": ()},
-    }  # fmt: skip
-    return {**specs, **{name: replace(specs[name], parts=own) for name, own in parts.items()}}
+    specs, moe, each = renamed(decoder_tensors(config), names), config.moe, slice(None)
+    if moe is None or not config.has_fused_experts:
+        return specs
+    gate, up = (each, slice(moe.inner)), (each, slice(moe.inner, None))
+    parts: dict[str, tuple[Place, ...]] = {"moe.gate_proj.weight": gate, "moe.up_proj.weight": up}
+    return {**specs, "experts_gate_up": replace(specs["experts_gate_up"], parts=parts)}
 
 
 def _laguna_tensors(config: ModelConfig) -> TensorSpecs:
@@ -705,6 +700,7 @@ STEP3 = Family(
     refusals=_step_refusals,
     has_windows=True,
     has_experts=True,
+    may_fuse_experts=True,
     has_rope_by_kind=True,
     is_text_part=True,
     tensors=_step_tensors,

@@ -26,7 +26,7 @@ _ROWS_AT_ONCE = 16 * PANEL  # that are quantized; bounds the fp32 temporaries
 
 
 class PanelMatrix(Matrix):
-    """A matrix or a stack in panels, for computation in fp32. A view is a layer, or a range of rows of a matrix."""
+    """A matrix or a stack in panels, for computation in fp32. A view is a layer, or a range of rows of each matrix."""
 
     is_read_by_prefill = True
     is_batch_invariant = True
@@ -55,10 +55,13 @@ class PanelMatrix(Matrix):
 
     def __getitem__(self, index: Index) -> Self:
         data, scales, shape, rows = self.data, self.scales, self._matrix, self._rows
+        skipped = 0  # leading dimensions of which the view has all
         for part in index if isinstance(index, tuple) else (index,):
-            if len(shape) > 2 and isinstance(part, int):
+            if len(shape) > 2 and isinstance(part, int) and not skipped:
                 data, scales, shape = data[part], None if scales is None else scales[part], shape[1:]
-            elif len(shape) == 2 and isinstance(part, slice):
+            elif len(shape) > 2 + skipped and part == slice(None):
+                skipped += 1
+            elif len(shape) == 2 + skipped and isinstance(part, slice):
                 rows = rows[part]
             else:
                 raise TypeError(f"panels of shape {list(self.shape)} have no view {index!r}")

@@ -405,7 +405,7 @@ def fused_experts(folder: Path) -> list[int] | None:
     """
     for file in _weight_files(folder):
         for name, tensor in _read_header(file)[0].items():
-            if name.endswith(".experts.down_proj") and isinstance(tensor, dict):
+            if name.endswith((".experts.down_proj", ".moe.down_proj.weight")) and isinstance(tensor, dict):
                 return list(tensor.get("shape", ()))
     return None
 
