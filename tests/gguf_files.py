@@ -365,9 +365,28 @@ FIELDS = {
     "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip
-SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa",
-           "step35")
-WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum", "step35")  # and which layers have them
+SIGMOID = (
+    "afmoe",
+    "exaone-moe",
+    "glm4moe",
+    "dots1",
+    "minimax-m2",
+    "lfm2moe",
+    "hy_v3",
+    "deepseek32",
+    "glm-dsa",
+    "step35",
+)
+WINDOWS = (
+    "exaone-moe",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "exaone4",
+    "olmo2",
+    "mellum",
+    "step35",
+)  # and which layers have them
 NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa")
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import Activation, LayerNorms, MoEConfig, Multipliers
+from snapstream.config.model import Activation, LayerNorms, Multipliers
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -19,6 +19,7 @@ from snapstream.models.family import (
     num_dense,
     num_layers,
     other_values,
+    read_experts,
     refuse_absent_window,
     windows_by_type,
     windows_of_all_layers,
@@ -76,17 +77,10 @@ def _cohere2_moe(settings: Settings) -> Recipe:
     has = windows.get("windows") or (None,) * num_layers(settings)
     is_sigmoid = settings["expert_selection_fn"] == "sigmoid"
     share = 0.5 if shared and settings["shared_expert_combination_strategy"] == "average" else 1.0
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=shared,
-        first_dense=first,
-        scoring="sigmoid" if is_sigmoid else "softmax",
-        normalise=not is_sigmoid or flag(settings, "norm_topk_prob"),
-        scale=share,
-        shared_scale=share,
-    )
+    moe = read_experts(
+        settings, num_shared=shared, first_dense=first, scoring="sigmoid" if is_sigmoid else "softmax",
+        normalise=not is_sigmoid or flag(settings, "norm_topk_prob"), scale=share, shared_scale=share,
+    )  # fmt: skip
     rotated = (window is not None or (layer < first and own == 1) for layer, window in enumerate(has))
     return {
         **_cohere(settings), **windows, "rotated_layers": tuple(rotated), "is_centered": flag(settings, "is_centered"),
@@ -207,14 +201,10 @@ def _phimoe_settings(settings: Settings) -> Settings:
 
 
 def _phimoe(settings: Settings) -> Recipe:
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_local_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "intermediate_size"),
-        scoring="sparsemixer",
-        jitter=number(settings, "router_jitter_noise", above=-1e-9),
-        has_logit_bias=True,
-    )
+    moe = read_experts(
+        settings, "num_local_experts", inner="intermediate_size", scoring="sparsemixer",
+        jitter=number(settings, "router_jitter_noise", above=-1e-9), has_logit_bias=True,
+    )  # fmt: skip
     own, has_head_bias = _biased({**settings, "mlp_bias": False}), flag(settings, "lm_head_bias")
     return {**own, **windows_of_all_layers(settings), "has_head_bias": has_head_bias, "moe": moe}
 

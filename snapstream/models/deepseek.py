@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from snapstream.config.model import LatentConfig, LayerNorms, MoEConfig
-from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
+from snapstream.models.config_json import Settings, flag, parse_rope, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     layer_kind_refusals,
     num_dense,
     num_mtp_layers,
+    read_experts,
     read_sigmoid_moe,
 )
 
@@ -143,16 +144,11 @@ def _deepseek_v2_refusals(settings: Settings) -> list[str]:
 def _read_softmax_moe(settings: Settings) -> MoEConfig:
     """DeepSeek-V2's routing: unnormalized softmax scores; group-limited only with that ``topk_method``."""
     has_groups = settings.get("topk_method") == "group_limited_greedy"
-    return MoEConfig(
-        num_experts=whole_number(settings, "n_routed_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=whole_number(settings, "n_shared_experts"),
-        first_dense=whole_number(settings, "first_k_dense_replace"),
+    return read_experts(
+        settings, "n_routed_experts", num_shared="n_shared_experts", first_dense="first_k_dense_replace",
         num_groups=whole_number(settings, "n_group") if has_groups else 1,
-        top_groups=whole_number(settings, "topk_group") if has_groups else 1,
-        scale=number(settings, "routed_scaling_factor", above=0.0),
-    )
+        top_groups=whole_number(settings, "topk_group") if has_groups else 1, scale="routed_scaling_factor",
+    )  # fmt: skip
 
 
 def routing_refusals(settings: Settings, scoring: str, methods: tuple[str, ...]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypedDict
 
 from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
@@ -213,22 +214,31 @@ class Family:
         return own.rewrite({**defaults, **settings})
 
 
+# Sigmoid scores with a correction of the choice; the weights of the chosen experts add up to 1.
+CORRECTED: dict[str, Any] = {"scoring": "sigmoid", "normalise": True, "has_bias": True}
+
+
+_READ: dict[str, Callable[[Settings, str], Any]] = {
+    "normalise": flag, "has_bias": flag, "scale": partial(number, above=0.0),
+}  # fmt: skip
+
+
+def read_experts(settings: Settings, num_experts: str = "num_experts", **fields: Any) -> MoEConfig:
+    """A mixture of these fields of ``MoEConfig``. Texts in the place of numbers and flags name them in config.json."""
+    found = {"num_experts": num_experts, "top_k": "num_experts_per_tok", "inner": "moe_intermediate_size", **fields}
+    for name, value in found.items():
+        if isinstance(value, str) and name not in ("scoring", "group_score"):
+            found[name] = _READ.get(name, whole_number)(settings, value)
+    return MoEConfig(**found)
+
+
 def read_sigmoid_moe(settings: Settings) -> MoEConfig:
     """DeepSeek-V3's routing: sigmoid scores, a correction of the choice, groups, shared experts."""
-    return MoEConfig(
-        num_experts=whole_number(settings, "n_routed_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=whole_number(settings, "n_shared_experts"),
-        first_dense=whole_number(settings, "first_k_dense_replace"),
-        scoring="sigmoid",
-        num_groups=whole_number(settings, "n_group"),
-        top_groups=whole_number(settings, "topk_group"),
-        group_score="top2",
-        normalise=flag(settings, "norm_topk_prob"),
-        scale=number(settings, "routed_scaling_factor", above=0.0),
-        has_bias=True,
-    )
+    return read_experts(
+        settings, "n_routed_experts", num_shared="n_shared_experts", first_dense="first_k_dense_replace",
+        scoring="sigmoid", num_groups="n_group", top_groups="topk_group", group_score="top2",
+        normalise="norm_topk_prob", scale="routed_scaling_factor", has_bias=True,
+    )  # fmt: skip
 
 
 def oai_clamps(settings: Settings, *, has_mlps: bool = False) -> LayerClamps:

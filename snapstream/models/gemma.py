@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import AltUp, HeadSizes, LayerNorms, MoEConfig, Multipliers
+from snapstream.config.model import AltUp, HeadSizes, LayerNorms, Multipliers
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -23,6 +23,7 @@ from snapstream.models.family import (
     cap_of,
     num_layers,
     other_values,
+    read_experts,
     refuse_absent_window,
     ropes_by_kind,
     windows_by_type,
@@ -195,10 +196,7 @@ def _gemma4(settings: Settings) -> Recipe:
         "has_wide_mlps": flag(settings, "use_double_wide_mlp") and bool(settings.get("num_kv_shared_layers")),
     }  # fmt: skip
     if flag(settings, "enable_moe_block"):
-        recipe["moe"] = MoEConfig(
-            num_experts=whole_number(settings, "num_experts"), top_k=whole_number(settings, "top_k_experts"),
-            inner=whole_number(settings, "moe_intermediate_size"), normalise=True, is_beside_mlp=True,
-        )  # fmt: skip
+        recipe["moe"] = read_experts(settings, top_k="top_k_experts", normalise=True, is_beside_mlp=True)
     return recipe
 
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MAX_DIM, MoEConfig
+from snapstream.config.model import MAX_DIM
 from snapstream.models.config_json import Settings, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, oai_clamps, windows_by_type
+from snapstream.models.family import Family, Recipe, attention_biases, oai_clamps, read_experts, windows_by_type
 from snapstream.models.tensors import TensorSpec, TensorSpecs, attention_tensors, outer_tensors
 
 
 def _recipe(settings: Settings) -> Recipe:
     """The router's choice is a softmax over the chosen logits: that over all of them, made to add up to 1."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_local_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "intermediate_size"),
-        normalise=True,
-        has_logit_bias=True,
+    moe = read_experts(
+        settings, "num_local_experts", inner="intermediate_size", normalise=True, has_logit_bias=True,
         has_expert_biases=True,
-    )
+    )  # fmt: skip
     windows = windows_by_type(settings, lambda layer: layer % 2 == 0)
     return {**attention_biases(settings), **windows, "has_sinks": True, "moe": moe, "clamps": oai_clamps(settings)}
 

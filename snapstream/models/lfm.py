@@ -9,13 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import LayerNorms, MoEConfig, ShortConv
+from snapstream.config.model import LayerNorms, ShortConv
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
     num_layers,
+    read_experts,
     refuse_absent_window,
     ropes_by_kind,
     windows_by_type,
@@ -96,17 +97,10 @@ def _lfm3(settings: Settings) -> Recipe:
 
 
 def _moe_recipe(settings: Settings) -> Recipe:
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        first_dense=whole_number(settings, "num_dense_layers"),
-        scoring="sigmoid",
-        normalise=flag(settings, "norm_topk_prob"),
-        scale=number(settings, "routed_scaling_factor", above=0.0),
-        has_bias=flag(settings, "use_expert_bias"),
-        least_sum=1e-6,
-    )
+    moe = read_experts(
+        settings, first_dense="num_dense_layers", scoring="sigmoid", normalise="norm_topk_prob",
+        scale="routed_scaling_factor", has_bias="use_expert_bias", least_sum=1e-6,
+    )  # fmt: skip
     return {**_recipe(settings), "moe": moe}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MAX_DIM, LayerNorms, LengthScale, MoEConfig
+from snapstream.config.model import MAX_DIM, LayerNorms, LengthScale
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
@@ -14,6 +14,7 @@ from snapstream.models.family import (
     cap_of,
     num_layers,
     other_values,
+    read_experts,
     refuse_clipping,
     windows_by_type,
     windows_of_all_layers,
@@ -269,16 +270,10 @@ def _llama4(settings: Settings) -> Recipe:
     chosen = tuple(
         index for index in range(layers) if (index in given if given is not None else not (index + 1) % step)
     )
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_local_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=1,
-        chosen=chosen,
-        scoring="sigmoid",
-        chooses_by_logits=True,
+    moe = read_experts(
+        settings, "num_local_experts", num_shared=1, chosen=chosen, scoring="sigmoid", chooses_by_logits=True,
         scales_inputs=True,
-    )
+    )  # fmt: skip
     recipe: Recipe = {
         **attention_biases(settings), "windows": tuple(size if own else None for own in chunked), "has_chunks": True,
         "rotated_layers": rotated, "qk_norm": flag(settings, "use_qk_norm") and any(rotated),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from snapstream.config.model import LengthScale, MoEConfig
+from snapstream.config.model import LengthScale
 from snapstream.models.config_json import Settings, number, rope_settings, whole_number
 from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, latent_refusals, routing_refusals
-from snapstream.models.family import Family, Recipe, windows_by_type, windows_of_all_layers
+from snapstream.models.family import Family, Recipe, read_experts, windows_by_type, windows_of_all_layers
 from snapstream.models.tensors import ExpertNames, decoder_tensors
 
 _DEFAULTS: Settings = {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8}
@@ -17,12 +17,7 @@ _MIXTRAL_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down
 
 def _mixtral(settings: Settings) -> Recipe:
     """Softmax over all experts; the weights of the chosen ones add up to 1."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_local_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "intermediate_size"),
-        normalise=True,
-    )
+    moe = read_experts(settings, "num_local_experts", inner="intermediate_size", normalise=True)
     return {"moe": moe, **windows_of_all_layers(settings)}
 
 

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import HeadSizes, LayerClamps, LayerNorms, MoEConfig, Multipliers, SwiGLUClamp
+from snapstream.config.model import HeadSizes, LayerClamps, LayerNorms, Multipliers, SwiGLUClamp
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
+    CORRECTED,
     Family,
     Recipe,
     attention_biases,
@@ -20,6 +21,7 @@ from snapstream.models.family import (
     num_layers,
     oai_clamps,
     other_values,
+    read_experts,
     read_sigmoid_moe,
     refuse_absent_window,
     refuse_clipping,
@@ -44,14 +46,7 @@ def _minimax_settings(settings: Settings) -> Settings:
 
 def _minimax(settings: Settings) -> Recipe:
     """Sigmoid scores with a correction of the choice; the weights of the chosen experts add up to 1."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_local_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "intermediate_size"),
-        scoring="sigmoid",
-        normalise=True,
-        has_bias=True,
-    )
+    moe = read_experts(settings, "num_local_experts", inner="intermediate_size", **CORRECTED)
     return {"has_whole_qk_norm": True, "moe": moe}
 
 
@@ -92,18 +87,10 @@ def _minimax_m3_settings(settings: Settings) -> Settings:
 
 def _minimax_m3(settings: Settings) -> Recipe:
     """M2 with norms of each head, shared experts, clamped activations and an indexer, which is left out."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_local_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=1,
-        own_shared=whole_number(settings, "shared_intermediate_size"),
-        first_dense=num_dense(settings),
-        scoring="sigmoid",
-        normalise=True,
-        scale=number(settings, "routed_scaling_factor", above=0.0),
-        has_bias=True,
-    )
+    moe = read_experts(
+        settings, "num_local_experts", num_shared=1, own_shared="shared_intermediate_size",
+        first_dense=num_dense(settings), scale="routed_scaling_factor", **CORRECTED,
+    )  # fmt: skip
     recipe: Recipe = {
         "qk_norm": True, "norm_offset": 1.0, "moe": moe, "clamps": oai_clamps(settings, has_mlps=True),
     }  # fmt: skip
@@ -134,15 +121,10 @@ def _dots(settings: Settings) -> Recipe:
 
 def _ernie_moe(settings: Settings) -> Recipe:
     """Softmax scores with a correction of the choice; weights of the chosen experts add up to 1."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "moe_num_experts"),
-        top_k=whole_number(settings, "moe_k"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=whole_number(settings, "moe_num_shared_experts"),
-        first_dense=whole_number(settings, "moe_layer_start_index"),
-        normalise=True,
-        has_bias=True,
-    )
+    moe = read_experts(
+        settings, "moe_num_experts", top_k="moe_k", num_shared="moe_num_shared_experts",
+        first_dense="moe_layer_start_index", normalise=True, has_bias=True,
+    )  # fmt: skip
     return {"moe": moe}
 
 
@@ -170,27 +152,15 @@ def _ernie_moe_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def _olmoe(settings: Settings) -> Recipe:
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "intermediate_size"),
-        normalise=flag(settings, "norm_topk_prob"),
-    )
+    moe = read_experts(settings, inner="intermediate_size", normalise="norm_topk_prob")
     return {**attention_biases(settings), "has_whole_qk_norm": True, "moe": moe}
 
 
 def _hy3(settings: Settings) -> Recipe:
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=whole_number(settings, "num_shared_experts"),
-        first_dense=num_dense(settings),
-        scoring="sigmoid",
-        normalise=True,
-        scale=number(settings, "router_scaling_factor", above=0.0),
-        has_bias=True,
-    )
+    moe = read_experts(
+        settings, num_shared="num_shared_experts", first_dense=num_dense(settings), scale="router_scaling_factor",
+        **CORRECTED,
+    )  # fmt: skip
     return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), "qk_norm": True, "moe": moe}
 
 
@@ -291,13 +261,7 @@ def hunyuan_settings(settings: Settings) -> Settings:
 
 def _hunyuan_moe(settings: Settings) -> Recipe:
     """Queries and keys are normed after the rotation; every token also passes a shared expert."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "moe_topk"),
-        inner=whole_number(settings, "intermediate_size"),
-        num_shared=1,
-        normalise=True,
-    )
+    moe = read_experts(settings, inner="intermediate_size", top_k="moe_topk", num_shared=1, normalise=True)
     return {**attention_biases(settings), "qk_norm": True, "norms_after_rope": True, "moe": moe}
 
 
@@ -325,17 +289,9 @@ def _hunyuan_moe_tensors(config: ModelConfig) -> TensorSpecs:
 
 def _afmoe(settings: Settings) -> Recipe:
     """Gates of attention; layers without a window have no rotary embedding; norms around attention and experts."""
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=whole_number(settings, "num_shared_experts"),
-        first_dense=whole_number(settings, "num_dense_layers"),
-        scoring="sigmoid",
-        normalise=True,
-        scale=number(settings, "route_scale", above=0.0),
-        has_bias=True,
-    )
+    moe = read_experts(
+        settings, num_shared="num_shared_experts", first_dense="num_dense_layers", scale="route_scale", **CORRECTED,
+    )  # fmt: skip
     own = {**settings, "sliding_window_pattern": settings["global_attn_every_n_layers"]}
     norms = LayerNorms("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
     recipe: Recipe = {
@@ -389,18 +345,10 @@ def _laguna(settings: Settings) -> Recipe:
     """Layers with a window have more query heads, and rotate other parts of them; each head has a gate."""
     windows, heads = windows_by_type(settings, lambda layer: False), _heads_by_kind(settings)
     ropes = ropes_by_kind(settings, windows, {"rope_theta": 10000.0}, {"rope_theta": 10000.0}, is_partial=True)
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=1,
-        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
-        first_dense=num_dense(settings),
-        scoring="sigmoid",
-        normalise=True,
-        scale=number(settings, "moe_routed_scaling_factor", above=0.0),
-        has_bias=True,
-    )
+    moe = read_experts(
+        settings, num_shared=1, own_shared="shared_expert_intermediate_size", first_dense=num_dense(settings),
+        scale="moe_routed_scaling_factor", **CORRECTED,
+    )  # fmt: skip
     recipe: Recipe = {**ropes, "qk_norm": True, "gate_dim": 1, "has_softplus_gates": True, "moe": moe}
     if len(set(heads.values())) > 1:
         sizes = whole_number(settings, "num_key_value_heads"), whole_number(settings, "head_dim")

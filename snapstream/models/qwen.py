@@ -7,7 +7,14 @@ from dataclasses import replace
 from snapstream.config import ModelConfig
 from snapstream.config.model import MoEConfig
 from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, windows_by_type, windows_of_all_layers
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    attention_biases,
+    read_experts,
+    windows_by_type,
+    windows_of_all_layers,
+)
 from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
 _DEFAULTS: Settings = {"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
@@ -29,12 +36,7 @@ def _windows(settings: Settings) -> Recipe:
 def softmax_experts(settings: Settings) -> MoEConfig:
     """Softmax over all experts; whether the weights of the chosen ones add up to 1 is a field."""
     name = "num_experts" if settings.get("num_experts") is not None else "num_local_experts"
-    return MoEConfig(
-        num_experts=whole_number(settings, name),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        normalise=flag(settings, "norm_topk_prob"),
-    )
+    return read_experts(settings, name, normalise="norm_topk_prob")
 
 
 def _qwen3_moe(settings: Settings) -> Recipe:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import DeltaNet, MoEConfig
-from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, num_layers
+from snapstream.config.model import DeltaNet
+from snapstream.models.config_json import Settings, whole_number
+from snapstream.models.family import Family, Recipe, attention_biases, num_layers, read_experts
 from snapstream.models.qwen import qwen3_moe_refusals, without_mrope
 from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
 
@@ -45,15 +45,10 @@ def _recipe(settings: Settings) -> Recipe:
 
 
 def _moe_recipe(settings: Settings) -> Recipe:
-    moe = MoEConfig(
-        num_experts=whole_number(settings, "num_experts"),
-        top_k=whole_number(settings, "num_experts_per_tok"),
-        inner=whole_number(settings, "moe_intermediate_size"),
-        num_shared=1,
-        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
-        normalise=flag(settings, "norm_topk_prob"),
+    moe = read_experts(
+        settings, num_shared=1, own_shared="shared_expert_intermediate_size", normalise="norm_topk_prob",
         has_shared_gate=True,
-    )
+    )  # fmt: skip
     return {**_recipe(settings), "moe": moe}
 
 

@@ -210,7 +210,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "MiniMax-M3": (  # without its indexers
         {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": {
             "attention_output_gate": False, "dense_intermediate_size": 12288, "head_dim": 128,
-            "hidden_act": "swigluoai", "hidden_size": 6144, "intermediate_size": 3072, "max_position_embeddings": 1048576, "moe_layer_freq": [0] * 3 + [1] * 57,
+            "hidden_act": "swigluoai", "hidden_size": 6144, "intermediate_size": 3072,
+            "max_position_embeddings": 1048576, "moe_layer_freq": [0] * 3 + [1] * 57,
             "n_shared_experts": 1, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 60,
             "num_key_value_heads": 4, "num_local_experts": 128, "partial_rotary_factor": 0.5,
             "qk_norm_type": "per_head", "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64,
