@@ -686,8 +686,7 @@ class ModelConfig:
             self.per_layer_dim % 32 == 0,
             f"embeddings per layer have {self.per_layer_dim} numbers; it must be a multiple of 32",
         )
-        for name in ("logit_cap", "score_cap"):
-            cap = getattr(self, name)
+        for name, cap in (("logit_cap", self.logit_cap), ("score_cap", self.score_cap)):
             check(cap is None or cap > 0, f"{name} is {cap}; it must be over 0")
         check(self.score_cap is None or self.latent is None, "a cap of attention scores with latents is not supported")
 

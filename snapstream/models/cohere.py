@@ -280,3 +280,16 @@ PHIMOE = Family(
     has_windows=True,
     tensors=MIXTRAL.tensors,
 )  # fmt: skip
+
+FAMILIES = {
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE2,
+    "Cohere2MoeForCausalLM": COHERE2_MOE,
+    "Starcoder2ForCausalLM": STARCODER2,
+    "StableLmForCausalLM": STABLELM,
+    "PhiForCausalLM": PHI,
+    "PhimoeForCausalLM": PHIMOE,
+    "PhiMoEForCausalLM": PHIMOE,  # as published
+    "NemotronForCausalLM": NEMOTRON,
+    "Jais2ForCausalLM": JAIS2,
+}

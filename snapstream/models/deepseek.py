@@ -193,3 +193,13 @@ AXK1 = Family(
     has_experts=True,
     may_lack_corrections=True,
 )  # fmt: skip
+
+FAMILIES = {
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "DeepseekV32ForCausalLM": DEEPSEEK_V32,
+    "AXK1ForCausalLM": AXK1,
+    "KimiK25ForConditionalGeneration": KIMI_K25,  # as published, and as transformers has it
+    "Kimi_K25ForConditionalGeneration": KIMI_K25,
+    "YoutuForCausalLM": YOUTU,
+}

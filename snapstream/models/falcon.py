@@ -99,3 +99,7 @@ FALCON_H1 = Family(
     tensors=_tensors,
     other_layer_types=(HYBRID,),
 )  # fmt: skip
+
+FAMILIES = {
+    "FalconH1ForCausalLM": FALCON_H1,
+}

@@ -436,3 +436,18 @@ GEMMA4_UNIFIED = replace(
     },
 )  # fmt: skip
 GEMMA4_UNIFIED_TEXT_PART = replace(GEMMA4_UNIFIED, is_text_part=True)
+
+FAMILIES = {
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "VaultGemmaForCausalLM": VAULT_GEMMA,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
+    "Gemma3nForCausalLM": GEMMA3N,
+    "Gemma3nForConditionalGeneration": GEMMA3N_TEXT_PART,
+    "Gemma4ForCausalLM": GEMMA4,
+    "Gemma4ForConditionalGeneration": GEMMA4_TEXT_PART,
+    "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED_TEXT_PART,
+    "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
+}

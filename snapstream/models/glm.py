@@ -97,3 +97,15 @@ SOLAR_OPEN = Family(
     refusals=_solar_refusals,
     has_experts=True,
 )  # fmt: skip
+
+FAMILIES = {
+    "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
+    "GlmMoeDsaForCausalLM": GLM_MOE_DSA,
+    "SolarOpenForCausalLM": SOLAR_OPEN,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "Glm4vForConditionalGeneration": GLM4V,
+    "Glm46VForConditionalGeneration": GLM4V,
+    "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM4,
+}

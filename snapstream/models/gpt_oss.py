@@ -76,3 +76,7 @@ GPT_OSS = Family(
     has_experts=True,
     tensors=_tensors,
 )  # fmt: skip
+
+FAMILIES = {
+    "GptOssForCausalLM": GPT_OSS,
+}

@@ -310,3 +310,14 @@ BAMBA = Family(
     other_layer_types=(MAMBA,),
     is_partly_rotated=True,
 )  # fmt: skip
+
+FAMILIES = {
+    "BambaForCausalLM": BAMBA,
+    "HyperCLOVAXForCausalLM": HYPERCLOVA_X,
+    "GraniteForCausalLM": GRANITE,
+    "GraniteSWAForCausalLM": GRANITE_SWA,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE,
+    "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
+    "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
+}

@@ -155,3 +155,8 @@ KIMI_LINEAR = Family(
     defaults=DEFAULTS, rewrite=_rewrite, recipe=_recipe, refusals=_refusals, tensors=_tensors,
     other_layer_types=(LINEAR,), has_experts=True, aliases={".block_sparse_moe.": ".mlp."},  # of published experts
 )  # fmt: skip
+
+FAMILIES = {
+    "KimiLinearForCausalLM": KIMI_LINEAR,
+    "BailingHybridForCausalLM": LING3,
+}

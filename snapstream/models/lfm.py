@@ -183,3 +183,11 @@ LFM3 = replace(
     has_rope_by_kind=True,
 )  # fmt: skip
 LFM2_TEXT_PART, LFM3_TEXT_PART = _text_part(LFM2, "lfm2"), _text_part(LFM3, "lfm3")
+
+FAMILIES = {
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
+    "Lfm3ForCausalLM": LFM3,
+    "Lfm2VlForConditionalGeneration": LFM2_TEXT_PART,
+    "Lfm3VlForConditionalGeneration": LFM3_TEXT_PART,
+}

@@ -337,3 +337,21 @@ LLAMA4 = Family(
     is_interleaved=True,
 )  # fmt: skip
 LLAMA4_TEXT_PART = replace(LLAMA4, is_text_part=True)
+
+FAMILIES = {
+    "LlamaForCausalLM": LLAMA,
+    "Llama4ForCausalLM": LLAMA4,
+    "Llama4ForConditionalGeneration": LLAMA4_TEXT_PART,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "NanoChatForCausalLM": NANOCHAT,
+    "SeedOssForCausalLM": SEED_OSS,
+    "InternLM3ForCausalLM": INTERNLM3,
+    "HeliumForCausalLM": HELIUM,
+    "IQuestCoderForCausalLM": IQUEST_CODER,
+    "CwmForCausalLM": CWM,
+    "ArceeForCausalLM": ARCEE,
+    "ApertusForCausalLM": APERTUS,
+    "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
+    "Ernie4_5ForCausalLM": ERNIE4_5,
+    "Phi3ForCausalLM": PHI3,
+}

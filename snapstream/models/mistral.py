@@ -127,3 +127,12 @@ MIXTRAL = Family(
     has_windows=True,
     tensors=partial(decoder_tensors, names=_MIXTRAL_NAMES),
 )  # fmt: skip
+
+FAMILIES = {
+    "MistralForCausalLM": MISTRAL,
+    "MinistralForCausalLM": MINISTRAL,
+    "Ministral3ForCausalLM": MINISTRAL3,
+    "Mistral4ForCausalLM": MISTRAL4,
+    "Mistral3ForConditionalGeneration": MISTRAL3_TEXT_PART,
+    "MixtralForCausalLM": MIXTRAL,
+}

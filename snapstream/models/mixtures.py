@@ -653,3 +653,21 @@ STEP3 = Family(
     is_text_part=True,
     tensors=_step_tensors,
 )  # fmt: skip
+
+FAMILIES = {
+    "MiniMaxM2ForCausalLM": MINIMAX_M2,
+    "MiniMaxM3SparseForConditionalGeneration": MINIMAX_M3,
+    "Dots1ForCausalLM": DOTS1,
+    "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
+    "OlmoeForCausalLM": OLMOE,
+    "HYV3ForCausalLM": HY_V3,
+    "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
+    "MellumForCausalLM": MELLUM,
+    "ExaoneMoeForCausalLM": EXAONE_MOE,
+    "Kolibri1ForCausalLM": KOLIBRI1,
+    "FlintForCausalLM": FLINT,
+    "AfmoeForCausalLM": AFMOE,
+    "LagunaForCausalLM": LAGUNA,
+    "Step3p5ForCausalLM": STEP3,
+    "Step3p7ForConditionalGeneration": STEP3,
+}

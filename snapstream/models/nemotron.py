@@ -104,3 +104,7 @@ NEMOTRON_H = Family(
     aliases={"backbone.": "model."},  # of published files; transformers 5 has the other
     skipped=("mtp.",),
 )  # fmt: skip
+
+FAMILIES = {
+    "NemotronHForCausalLM": NEMOTRON_H,
+}

@@ -137,3 +137,12 @@ EXAONE4 = Family(
     has_windows=True,
 )  # fmt: skip
 EXAONE4_5_TEXT_PART = replace(EXAONE4, is_text_part=True, skipped=("mtp",))
+
+FAMILIES = {
+    "Exaone4ForCausalLM": EXAONE4,
+    "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,
+    "OlmoForCausalLM": OLMO,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "OlmoHybridForCausalLM": OLMO_HYBRID,
+}

@@ -166,3 +166,11 @@ QWEN3_5_MOE = _family(
 )  # fmt: skip
 QWEN3_5_TEXT_PART = replace(QWEN3_5, is_text_part=True)
 QWEN3_5_MOE_TEXT_PART = replace(QWEN3_5_MOE, is_text_part=True)
+
+FAMILIES = {
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5_TEXT_PART,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_TEXT_PART,
+}

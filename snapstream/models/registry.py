@@ -18,8 +18,27 @@ from typing import Any
 from snapstream.config import DType, KVDType, ModelConfig, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
-from snapstream.models import gguf, gguf_settings, quantization
-from snapstream.models.cohere import COHERE, COHERE2, COHERE2_MOE, JAIS2, NEMOTRON, PHI, PHIMOE, STABLELM, STARCODER2
+from snapstream.models import (
+    cohere,
+    deepseek,
+    falcon,
+    gemma,
+    gguf,
+    gguf_settings,
+    glm,
+    gpt_oss,
+    granite,
+    kimi,
+    lfm,
+    llama,
+    mistral,
+    mixtures,
+    nemotron,
+    olmo,
+    quantization,
+    qwen,
+    qwen_next,
+)
 from snapstream.models.config_json import (
     CODE_FIELD,
     check_file,
@@ -32,203 +51,20 @@ from snapstream.models.config_json import (
     token_ids,
     whole_number,
 )
-from snapstream.models.deepseek import AXK1, DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, KIMI_K25, YOUTU
-from snapstream.models.falcon import FALCON_H1
 from snapstream.models.family import Family, sliding_window
-from snapstream.models.gemma import (
-    GEMMA,
-    GEMMA2,
-    GEMMA3,
-    GEMMA3_TEXT_PART,
-    GEMMA3N,
-    GEMMA3N_TEXT_PART,
-    GEMMA4,
-    GEMMA4_TEXT_PART,
-    GEMMA4_UNIFIED,
-    GEMMA4_UNIFIED_TEXT_PART,
-    MUSE_GLIMMER,
-    VAULT_GEMMA,
-)
 from snapstream.models.gguf_header import is_gguf
-from snapstream.models.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE, GLM4V, GLM4V_MOE, GLM_MOE_DSA, SOLAR_OPEN
-from snapstream.models.gpt_oss import GPT_OSS
-from snapstream.models.granite import (
-    BAMBA,
-    GRANITE,
-    GRANITE_HYBRID,
-    GRANITE_MOE,
-    GRANITE_MOE_SWA,
-    GRANITE_SWA,
-    HYPERCLOVA_X,
-)
-from snapstream.models.kimi import KIMI_LINEAR, LING3
-from snapstream.models.lfm import LFM2, LFM2_MOE, LFM2_TEXT_PART, LFM3, LFM3_TEXT_PART
-from snapstream.models.llama import (
-    APERTUS,
-    ARCEE,
-    CWM,
-    ERNIE4_5,
-    HELIUM,
-    HUNYUAN_DENSE,
-    INTERNLM3,
-    IQUEST_CODER,
-    LLAMA,
-    LLAMA4,
-    LLAMA4_TEXT_PART,
-    NANOCHAT,
-    PHI3,
-    SEED_OSS,
-    SMOLLM3,
-)
-from snapstream.models.mistral import MINISTRAL, MINISTRAL3, MISTRAL, MISTRAL3_TEXT_PART, MISTRAL4, MIXTRAL
-from snapstream.models.mixtures import (
-    AFMOE,
-    DOTS1,
-    ERNIE4_5_MOE,
-    EXAONE_MOE,
-    FLINT,
-    HUNYUAN_MOE,
-    HY_V3,
-    KOLIBRI1,
-    LAGUNA,
-    MELLUM,
-    MINIMAX_M2,
-    MINIMAX_M3,
-    OLMOE,
-    STEP3,
-)
-from snapstream.models.nemotron import NEMOTRON_H
-from snapstream.models.olmo import EXAONE4, EXAONE4_5_TEXT_PART, OLMO, OLMO2, OLMO3, OLMO_HYBRID
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
-from snapstream.models.qwen import QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE
-from snapstream.models.qwen_next import (
-    QWEN3_5,
-    QWEN3_5_MOE,
-    QWEN3_5_MOE_TEXT_PART,
-    QWEN3_5_TEXT_PART,
-    QWEN3_NEXT,
-)
 from snapstream.models.tensors import TensorSpecs, in_own_formats
 from snapstream.types import MAX_END_TOKEN_IDS
 
 logger = logging.getLogger(__name__)
 
-FAMILIES: Registry[Family] = Registry(
-    "architecture",
-    {
-        "DeepseekV2ForCausalLM": DEEPSEEK_V2,
-        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
-        "DeepseekV32ForCausalLM": DEEPSEEK_V32,
-        "AXK1ForCausalLM": AXK1,
-        "KimiK25ForConditionalGeneration": KIMI_K25,  # as published, and as transformers has it
-        "Kimi_K25ForConditionalGeneration": KIMI_K25,
-        "YoutuForCausalLM": YOUTU,
-        "Glm4MoeLiteForCausalLM": GLM4_MOE_LITE,
-        "GlmMoeDsaForCausalLM": GLM_MOE_DSA,
-        "GptOssForCausalLM": GPT_OSS,
-        "LlamaForCausalLM": LLAMA,
-        "Llama4ForCausalLM": LLAMA4,
-        "Llama4ForConditionalGeneration": LLAMA4_TEXT_PART,
-        "MistralForCausalLM": MISTRAL,
-        "MinistralForCausalLM": MINISTRAL,
-        "Ministral3ForCausalLM": MINISTRAL3,
-        "Mistral4ForCausalLM": MISTRAL4,
-        "Mistral3ForConditionalGeneration": MISTRAL3_TEXT_PART,
-        "Qwen2ForCausalLM": QWEN2,
-        "Qwen3ForCausalLM": QWEN3,
-        "Qwen3MoeForCausalLM": QWEN3_MOE,
-        "Qwen2MoeForCausalLM": QWEN2_MOE,
-        "Qwen2VLForConditionalGeneration": QWEN2_VL,
-        "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,
-        "Qwen3VLForConditionalGeneration": QWEN3_VL,
-        "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
-        "MixtralForCausalLM": MIXTRAL,
-        "MiniMaxM2ForCausalLM": MINIMAX_M2,
-        "MiniMaxM3SparseForConditionalGeneration": MINIMAX_M3,
-        "Dots1ForCausalLM": DOTS1,
-        "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
-        "OlmoeForCausalLM": OLMOE,
-        "HYV3ForCausalLM": HY_V3,
-        "HunYuanMoEV1ForCausalLM": HUNYUAN_MOE,
-        "MellumForCausalLM": MELLUM,
-        "ExaoneMoeForCausalLM": EXAONE_MOE,
-        "Kolibri1ForCausalLM": KOLIBRI1,
-        "SolarOpenForCausalLM": SOLAR_OPEN,
-        "FlintForCausalLM": FLINT,
-        "AfmoeForCausalLM": AFMOE,
-        "LagunaForCausalLM": LAGUNA,
-        "Step3p5ForCausalLM": STEP3,
-        "Step3p7ForConditionalGeneration": STEP3,
-        "Glm4MoeForCausalLM": GLM4_MOE,
-        "Glm4vForConditionalGeneration": GLM4V,
-        "Glm46VForConditionalGeneration": GLM4V,
-        "Glm4vMoeForConditionalGeneration": GLM4V_MOE,
-        "SmolLM3ForCausalLM": SMOLLM3,
-        "CohereForCausalLM": COHERE,
-        "Cohere2ForCausalLM": COHERE2,
-        "Cohere2MoeForCausalLM": COHERE2_MOE,
-        "NanoChatForCausalLM": NANOCHAT,
-        "SeedOssForCausalLM": SEED_OSS,
-        "InternLM3ForCausalLM": INTERNLM3,
-        "HeliumForCausalLM": HELIUM,
-        "IQuestCoderForCausalLM": IQUEST_CODER,
-        "CwmForCausalLM": CWM,
-        "ArceeForCausalLM": ARCEE,
-        "ApertusForCausalLM": APERTUS,
-        "HunYuanDenseV1ForCausalLM": HUNYUAN_DENSE,
-        "Ernie4_5ForCausalLM": ERNIE4_5,
-        "Exaone4ForCausalLM": EXAONE4,
-        "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,
-        "GemmaForCausalLM": GEMMA,
-        "Gemma2ForCausalLM": GEMMA2,
-        "VaultGemmaForCausalLM": VAULT_GEMMA,
-        "Gemma3ForCausalLM": GEMMA3,
-        "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
-        "Gemma3nForCausalLM": GEMMA3N,
-        "Gemma3nForConditionalGeneration": GEMMA3N_TEXT_PART,
-        "Gemma4ForCausalLM": GEMMA4,
-        "Gemma4ForConditionalGeneration": GEMMA4_TEXT_PART,
-        "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
-        "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED_TEXT_PART,
-        "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
-        "GlmForCausalLM": GLM,
-        "Glm4ForCausalLM": GLM4,
-        "Qwen3NextForCausalLM": QWEN3_NEXT,
-        "Qwen3_5ForCausalLM": QWEN3_5,
-        "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
-        "Qwen3_5ForConditionalGeneration": QWEN3_5_TEXT_PART,
-        "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_TEXT_PART,
-        "KimiLinearForCausalLM": KIMI_LINEAR,
-        "BailingHybridForCausalLM": LING3,
-        "Lfm2ForCausalLM": LFM2,
-        "Lfm2MoeForCausalLM": LFM2_MOE,
-        "Lfm3ForCausalLM": LFM3,
-        "Lfm2VlForConditionalGeneration": LFM2_TEXT_PART,
-        "Lfm3VlForConditionalGeneration": LFM3_TEXT_PART,
-        "FalconH1ForCausalLM": FALCON_H1,
-        "BambaForCausalLM": BAMBA,
-        "HyperCLOVAXForCausalLM": HYPERCLOVA_X,
-        "GraniteForCausalLM": GRANITE,
-        "GraniteSWAForCausalLM": GRANITE_SWA,
-        "GraniteMoeForCausalLM": GRANITE_MOE,
-        "GraniteMoeSharedForCausalLM": GRANITE_MOE,
-        "GraniteMoeSWAForCausalLM": GRANITE_MOE_SWA,
-        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
-        "NemotronHForCausalLM": NEMOTRON_H,
-        "Starcoder2ForCausalLM": STARCODER2,
-        "StableLmForCausalLM": STABLELM,
-        "PhiForCausalLM": PHI,
-        "PhimoeForCausalLM": PHIMOE,
-        "PhiMoEForCausalLM": PHIMOE,  # as published
-        "NemotronForCausalLM": NEMOTRON,
-        "Jais2ForCausalLM": JAIS2,
-        "OlmoForCausalLM": OLMO,
-        "Olmo2ForCausalLM": OLMO2,
-        "Olmo3ForCausalLM": OLMO3,
-        "OlmoHybridForCausalLM": OLMO_HYBRID,
-        "Phi3ForCausalLM": PHI3,
-    },
-)
+# Whose families are supported.
+_MODULES = (
+    llama, mistral, qwen, qwen_next, deepseek, glm, mixtures, gpt_oss, gemma, cohere, olmo, granite, lfm, nemotron,
+    falcon, kimi,
+)  # fmt: skip
+FAMILIES = Registry[Family]("architecture", {name: one for own in _MODULES for name, one in own.FAMILIES.items()})
 
 
 def kv_spec_of(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:
