@@ -22,7 +22,7 @@ from snapstream.spec_prefill.settings import DraftOptions, PromptCompression
 
 TOOL_PARSERS = (
     "auto", "none", "hermes", "llama3_json", "llama4_pythonic", "qwen3_coder", "glm45", "glm47", "deepseek_v3",
-    "deepseek_v31", "kimi_k2", "mistral", "harmony", "minimax_m2", "cohere", "nemotron", "gemma4",
+    "deepseek_v31", "kimi_k2", "mistral", "harmony", "minimax_m2", "minimax_m3", "cohere", "nemotron", "gemma4",
 )  # fmt: skip
 Role = Literal["both", "prefill", "decode"]
 ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "harmony", "gemma4", "none"]

@@ -24,6 +24,7 @@ Between tags, so that code needs no escapes:
     glm45         <tool_call>f\n<arg_key>k</arg_key>\n<arg_value>value</arg_value>\n</tool_call>       GLM-4.5, 4.6
     glm47         the same without line breaks                                                         GLM-4.7
     minimax_m2    <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">value</parameter>\n</invoke>\n...
+    minimax_m3    <tool_call>\n<invoke name="f"><k>value</k><l><item>1</item></l></invoke>...   tags after ]<]minimax[>[
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ from snapstream.server.openai.tool_values import (
     keyword_arguments,
     kinds_of,
     literal_as_json,
+    tags_as_json,
 )
 
 PYTHON_TAG = "<|python_tag|>"  # Llama 3
@@ -351,10 +353,11 @@ class Tags:
     key_start: str
     key_end: str
     value_start: str  # after the key, and white space; empty: the value begins at once
-    value_end: str
+    value_end: str  # in which {key} stands for the key
     end: str  # of the arguments; consumed
     other_end: str = ""  # also ends them; not consumed
     has_lines: bool = False  # a line break before and after a value is not part of it
+    inner: re.Pattern[str] | None = None  # of tags in values, see ``tags_as_json``
 
 
 class TaggedArguments:
@@ -370,6 +373,8 @@ class TaggedArguments:
         self._text = ""  # not consumed yet
         self._json = ""  # not returned yet
         self._kinds: frozenset[str] = frozenset()
+        self._key_schema: Any = None
+        self._value_end = tags.value_end
         self._step = self._between
         self._is_first, self._is_over = True, False
         self.is_closed = False
@@ -384,8 +389,6 @@ class TaggedArguments:
         """The next key, or the end."""
         tags = self._tags
         self._text = self._text[skip_space(self._text, 0) :]
-        if self._text.startswith(tags.key_start):
-            return self._key()
         for end in filter(None, (tags.end, tags.other_end)):
             if self._text.startswith(end):
                 self._text = self._text[len(end) if end == tags.end else 0 :]
@@ -396,7 +399,9 @@ class TaggedArguments:
         if not self._text or any(start.startswith(self._text) for start in starts):
             self._text = "" if self._is_over else self._text
             return False
-        place = self._text.find("<", 1)
+        if self._text.startswith(tags.key_start):
+            return self._key()
+        place = self._text.find(tags.key_start[0], 1)
         self._text = "" if place < 0 else self._text[place:]
         return bool(self._text)
 
@@ -422,7 +427,8 @@ class TaggedArguments:
             self._text = text[len(tags.key_start) :]
             return True
         schemas = self._properties if isinstance(self._properties, Mapping) else {}
-        self._kinds = kinds_of(schemas.get(key), self._schema)
+        self._key_schema, self._value_end = schemas.get(key), tags.value_end.replace("{key}", key)
+        self._kinds = kinds_of(self._key_schema, self._schema)
         self._json += ("{" if self._is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": "
         self._json += '"' if self._is_text else ""
         self._is_first = False
@@ -439,17 +445,29 @@ class TaggedArguments:
         return self._kinds == {"string"}
 
     def _value(self) -> bool:
-        tags = self._tags
-        place = self._text.find(tags.value_end)
+        tags, end = self._tags, self._value_end
+        place = self._text.find(end)
+        if place >= 0 and tags.inner is not None and not self._is_text:  # a tag inside may have the same name
+            level = 0
+            for one in tags.inner.finditer(self._text):
+                level += -1 if one[1] else 1
+                if level < 0:
+                    break
+            place, end = (one.start(), one[0]) if level < 0 else (-1, "")
         if place >= 0:
             value = self._text[:place]
             value = value.removesuffix("\n") if tags.has_lines else value
-            self._json += _escaped(value) + '"' if self._is_text else as_json(value, self._kinds)
-            self._text = self._text[place + len(tags.value_end) :]
+            if self._is_text:
+                self._json += _escaped(value) + '"'
+            elif tags.inner is None:
+                self._json += as_json(value, self._kinds)
+            else:
+                self._json += tags_as_json(value, tags.inner, self._key_schema, self._schema)
+            self._text = self._text[place + len(end) :]
             self._step = self._between
             return True
         if self._is_text:
-            ends = (tags.value_end, "\n" + tags.value_end) if tags.has_lines else (tags.value_end,)
+            ends = (end, "\n" + end) if tags.has_lines else (end,)
             place = len(self._text) - overlap(self._text, ends)  # this may be the start of the closing tag
             self._json += _escaped(self._text[:place])
             self._text = self._text[place:]
@@ -484,7 +502,7 @@ class Qwen3Coder(TaggedFormat):
         key_start="<parameter=", key_end=">", value_start="", value_end="</parameter>", end="</function>",
         other_end=TOOL_CALL_END, has_lines=True,
     )  # fmt: skip
-    wrapping = Wrapping(lambda key: f"<parameter={key}>\n", "\n</parameter>\n")
+    wrapping = Wrapping("<parameter={key}>\n", "\n</parameter>\n")
     call_head, call_tail = f"{TOOL_CALL}\n<function=%s>\n", f"</function>\n{TOOL_CALL_END}"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -504,7 +522,7 @@ class Glm45(TaggedFormat):
         value_end="</arg_value>",
         end=TOOL_CALL_END,
     )
-    wrapping = Wrapping(lambda key: f"<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n")
+    wrapping = Wrapping("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n")
     call_head, call_tail = f"{TOOL_CALL}%s\n", TOOL_CALL_END
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -517,7 +535,7 @@ class Glm45(TaggedFormat):
 class Glm47(Glm45):
     name = "glm47"
     between = ""
-    wrapping = Wrapping(lambda key: f"<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
+    wrapping = Wrapping("<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
     call_head = f"{TOOL_CALL}%s"
 
 
@@ -535,13 +553,36 @@ class MiniMaxM2(TaggedFormat):
         key_start='<parameter name="', key_end='">', value_start="", value_end="</parameter>", end="</invoke>",
         other_end=MINIMAX_SECTION_END,
     )  # fmt: skip
-    wrapping = Wrapping(lambda key: f'<parameter name="{key}">', "</parameter>\n")
+    wrapping = Wrapping('<parameter name="{key}">', "</parameter>\n")
     call_head, call_tail = '<invoke name="%s">\n', "</invoke>"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
         place = option(text, 0, MINIMAX_SECTION)
         name, place = bare_name(text, expect(text, place, "<invoke", 'name="'), names)
         return Head(name, expect(text, place, '"', ">"), (MINIMAX_SECTION_END,))
+
+
+M3 = "]<]minimax[>["  # before every tag
+
+
+class MiniMaxM3(TaggedFormat):
+    """Parameters are named by their tags, and objects and lists may be tags again; a grammar writes those as JSON."""
+
+    name = "minimax_m3"
+    marks = (M3,)
+    tags = (M3, TOOL_CALL, TOOL_CALL_END)
+    before, after = f"{M3}{TOOL_CALL}\n", f"\n{M3}{TOOL_CALL_END}"
+    text_tags = Tags(
+        key_start=f"{M3}<", key_end=">", value_start="", value_end=f"{M3}</{{key}}>", end=f"{M3}</invoke>",
+        other_end=f"{M3}{TOOL_CALL_END}", inner=re.compile(re.escape(M3) + "<(/?)([^<>]*)>"),
+    )  # fmt: skip
+    wrapping = Wrapping(f"{M3}<{{key}}>", f"{M3}</{{key}}>")
+    call_head, call_tail = f'{M3}<invoke name="%s">', f"{M3}</invoke>"
+
+    def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
+        place = option(text, 0, f"{M3}{TOOL_CALL}")
+        name, place = bare_name(text, expect(text, place, f"{M3}<invoke", 'name="'), names)
+        return Head(name, expect(text, place, '"', ">"), (f"{M3}{TOOL_CALL_END}",))
 
 
 # A grammar makes a model write the arguments as JSON, which is read too.
@@ -614,7 +655,7 @@ FORMATS: dict[str, CallFormat] = {
     call_format.name: call_format
     for call_format in (
         Hermes(), Llama3(), Llama4Pythonic(), Qwen3Coder(), Glm45(), Glm47(), DeepSeekV3(), DeepSeekV31(), KimiK2(),
-        Mistral(), Harmony(), MiniMaxM2(), Cohere(), Nemotron(), Gemma4(),
+        Mistral(), Harmony(), MiniMaxM2(), MiniMaxM3(), Cohere(), Nemotron(), Gemma4(),
     )
 }  # fmt: skip
 
@@ -625,6 +666,7 @@ _TEMPLATE_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),
+    ("minimax_m3", (M3,)),
     ("minimax_m2", ("<minimax:tool_call>",)),
     ("cohere", ("<|START_ACTION|>",)),
     ("nemotron", ("<TOOLCALL>",)),

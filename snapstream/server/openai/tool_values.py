@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +91,31 @@ def as_json(text: str, kinds: frozenset[str]) -> str:
     return _safe(value, text)
 
 
+def tags_as_json(text: str, tag: re.Pattern[str], schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+    """A value with tags inside, of which ``tag`` finds a slash or nothing and the name: the items of a list, or the
+    members of an object. Without any see ``as_json``.
+    """
+    kinds, schema = kinds_of(schema, root), schema if isinstance(schema, Mapping) else {}
+    if isinstance(schema.get("$ref"), str) and isinstance(found := resolve(schema["$ref"], root), Mapping):
+        schema = found
+    properties = schema.get("properties")
+    parts: list[tuple[str, str]] = []
+    level = begin = 0
+    for one in tag.finditer(text) if depth < MAX_DEPTH else ():
+        level += -1 if one[1] else 1
+        if not one[1] and level == 1:
+            begin = one.end()
+        elif one[1] and level == 0:
+            inner = properties.get(one[2]) if isinstance(properties, Mapping) else None
+            inner = schema.get("items") if one[2] == "item" and inner is None else inner
+            parts.append((one[2], tags_as_json(text[begin : one.start()], tag, inner, root, depth + 1)))
+    if not parts or kinds == {"string"}:
+        return as_json(text, kinds)
+    if all(name == "item" for name, _ in parts) and (not kinds or "array" in kinds):
+        return f"[{', '.join(value for _, value in parts)}]"
+    return "{" + ", ".join(f"{dumps(name)}: {value}" for name, value in dict(parts).items()) + "}"
+
+
 def literal_as_json(text: str) -> str:
     """A Python value as JSON; as a string if it is not one."""
     try:
@@ -165,9 +190,9 @@ _PLACES = ("$defs", "definitions")  # where references lead
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """The text around a value."""
+    """The text around a value; ``{key}`` stands for its key."""
 
-    before: Callable[[str], str]  # of the key
+    before: str
     after: str
 
 
@@ -182,8 +207,8 @@ def each_property(rules: GrammarBuilder, function: Function, wrapping: Wrapping)
     """Arguments one after another, each in its tags."""
     parts = []
     for one in _parameters(function):
-        before = rules.text(wrapping.before(one.name))
-        whole = f"{before} {_raw(rules, function, one, wrapping.after)}"
+        before, after = (part.replace("{key}", one.name) for part in (wrapping.before, wrapping.after))
+        whole = f"{rules.text(before)} {_raw(rules, function, one, after)}"
         parts.append(whole if one.is_required else f"({whole})?")
     return " ".join(parts)
 

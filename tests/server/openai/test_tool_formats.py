@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from snapstream.server.openai.answer_reader import CallEvent, CallPiece, CallStart, Content, ToolCallParser
 from snapstream.server.openai.tool_format import CUSTOM_INPUT, CallFormat, Function, JsonArguments
-from snapstream.server.openai.tool_formats import FORMATS, choose_format
+from snapstream.server.openai.tool_formats import FORMATS, M3, choose_format
 from snapstream.server.options import TOOL_PARSERS, ServerSettings
 
 # Reading tool calls: what is a call and what is content, and that pieces put together are the whole.
@@ -247,6 +247,9 @@ ONE: dict[str, str] = {
     '<parameter name="days">3</parameter>\n<parameter name="exact">true</parameter>\n'
     '<parameter name="tags">["a,b", "it\'s"]</parameter>\n<parameter name="where">{"lat": -1.5}</parameter>\n'
     '<parameter name="unit">null</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": f'{M3}<tool_call>\n{M3}<invoke name="get_weather">{M3}<city>{CITY}{M3}</city>'
+    f"{M3}<days>3{M3}</days>{M3}<exact>true{M3}</exact>{M3}<tags>\n{M3}<item>a,b{M3}</item>{M3}<item>it's{M3}</item>\n"
+    f"{M3}</tags>{M3}<where>{M3}<lat>-1.5{M3}</lat>{M3}</where>{M3}<unit>null{M3}</unit>{M3}</invoke>\n{M3}</tool_call>",
     "cohere": f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {A}}}\n]'
     "<|END_ACTION|>",
     "nemotron": f'<TOOLCALL>[{{"name": "get_weather", "arguments": {A}}}]</TOOLCALL>',
@@ -278,6 +281,8 @@ SEVERAL: dict[str, str] = {
     f'{{"input": {json.dumps(CODE)}}}}}]',
     "minimax_m2": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n<invoke name="run">\n'
     f'<parameter name="input">{CODE}</parameter>\n</invoke>\n</minimax:tool_call>',
+    "minimax_m3": f'{M3}<tool_call>\n{M3}<invoke name="now">{M3}</invoke>\n{M3}<invoke name="run">'
+    f"{M3}<input>{CODE}{M3}</input>{M3}</invoke>\n{M3}</tool_call>",
     "cohere": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "now", "parameters": {}},\n    '
     f'{{"tool_call_id": "1", "tool_name": "run", "parameters": {{"input": {json.dumps(CODE)}}}}}\n]<|END_ACTION|>',
     "nemotron": '<TOOLCALL>[{"name": "now", "arguments": {}}, {"name": "run", "arguments": '
@@ -410,6 +415,7 @@ def test_ids_are_those_that_templates_expect() -> None:
         ("deepseek_v31", SEVERAL["deepseek_v3"], [("now", "{}"), ("run", CODE)]),
         ("deepseek_v3", SEVERAL["deepseek_v31"], [("now", "{}"), ("run", CODE)]),
         ("minimax_m2", '<minimax:tool_call><invoke name="now"></minimax:tool_call>', [("now", "{}")]),
+        ("minimax_m3", f'{M3}<tool_call>{M3}<invoke name="now">\n{M3}</tool_call>', [("now", "{}")]),
         ("cohere", '<|START_ACTION|>{"tool_name": "now", "parameters": {}}<|END_ACTION|>', [("now", "{}")]),
         ("nemotron", '<TOOLCALL>{"name": "now", "arguments": {}}</TOOLCALL>', [("now", "{}")]),
         ("gemma4", '<|tool_call>call:get_weather{"city": "Rome"}', [("get_weather", '{"city": "Rome"}')]),
@@ -447,6 +453,37 @@ def test_arguments_between_tags_have_the_types_of_the_schema() -> None:
     assert value("3", oneOf=[{"type": "integer"}, {"type": "null"}]) == 3
 
 
+def test_tags_inside_of_values() -> None:
+    """Objects and lists of MiniMax M3; types of the schema hold inside, and what has no tags is read as elsewhere."""
+
+    def value(text: str, **schema: Any) -> Any:
+        function = Function(name="f", parameters={"type": "object", "properties": {"a": schema} if schema else {}})
+        answer = f'{M3}<tool_call>\n{M3}<invoke name="f">{M3}<a>{text}{M3}</a>{M3}</invoke>\n{M3}</tool_call>'
+        found = []
+        for pieces in ([answer], list(answer)):
+            parser = ToolCallParser(FORMATS["minimax_m3"], (function,))
+            events = [event for piece in pieces for event in parser.push(piece)]
+            found.append("".join(event.text for event in events if isinstance(event, CallPiece)))
+        assert found[0] == found[1]
+        return json.loads(found[0])["a"]
+
+    def tag(name: str, *inner: str) -> str:
+        return f"{M3}<{name}>{''.join(inner)}{M3}</{name}>"
+
+    orders = {"type": "array", "items": {"type": "object", "properties": {"sku": {"type": "string"}, "n": {}}}}
+    text = "\n" + tag("item", tag("sku", "007"), tag("n", "2")) + "\n" + tag("item", tag("sku", "x<y")) + "\n"
+    assert value(text, **orders) == [{"sku": "007", "n": 2}, {"sku": "x<y"}]
+    assert value(text) == [{"sku": "007", "n": 2}, {"sku": "x<y"}]  # JSON has no such number
+    assert value(tag("item", "1"), type="object") == {"item": 1}
+    assert value(tag("a", tag("a", "1"))) == {"a": {"a": 1}}  # a tag in one of its name
+    assert value(tag("b", "1"), type="string") == tag("b", "1")
+    assert value('{"b": [1]}', type="object") == {"b": [1]} and value("") == ""
+    assert value("1", **{"$ref": "#/properties/a"}) == 1
+    for _ in range(50):
+        text = tag("b", text)
+    assert isinstance(value(text), dict)
+
+
 # What the templates of these models hold, shortened to the parts that tell them apart.
 TEMPLATES = {
     "hermes": "{{ tools }} return a json object within <tool_call></tool_call> XML tags",
@@ -460,6 +497,7 @@ TEMPLATES = {
     "kimi_k2": "<|tool_calls_section_begin|>{%- for tool_call in message['tool_calls'] -%}",
     "mistral": '{{- "[TOOL_CALLS][" }}',
     "minimax_m2": "{%- set toolcall_begin_token = '<minimax:tool_call>' -%}",
+    "minimax_m3": "{%- set ns_token = ']<]minimax[>[' -%}{%- set toolcall_begin_token = ns_token ~ '<tool_call>' -%}",
     "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
     "cohere": "You will write tool calls as <|START_ACTION|>[{ ... }]<|END_ACTION|>",
     "nemotron": "{{- '<TOOLCALL>[' -}}{%- for call in message.tool_calls -%}",

@@ -17,7 +17,7 @@ from snapstream.grammar import GrammarCompiler, Matcher
 from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, ToolCallParser
 from snapstream.server.openai.prompts import TokenText
 from snapstream.server.openai.tool_format import CUSTOM_INPUT, Function
-from snapstream.server.openai.tool_formats import FORMATS
+from snapstream.server.openai.tool_formats import FORMATS, M3
 from snapstream.server.openai.tools import calls_or_answer, forced_calls, offered_calls
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar
@@ -319,6 +319,8 @@ TEXT = Function(
          '{"text":"Zoë\\n"}<|tool_call_end|><|tool_calls_section_end|>'),
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="say">\n<parameter name="text">Zoë\n</parameter>\n</invoke>\n'
          "</minimax:tool_call>"),
+        ("minimax_m3", f'{M3}<tool_call>\n{M3}<invoke name="say">{M3}<text>Zoë\n{M3}</text>{M3}</invoke>\n'
+         f"{M3}</tool_call>"),
         ("cohere", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "say", "parameters": {"text":"Zoë\\n"}}'
          "\n]<|END_ACTION|>"),
         ("nemotron", '<TOOLCALL>[{"name": "say", "arguments": {"text":"Zoë\\n"}}]</TOOLCALL>'),
@@ -358,7 +360,7 @@ def test_a_custom_tool_with_a_grammar(name: str) -> None:
         content, ((_, text),) = calls_of(name, written(grammar, seed), function)
         assert content == "" and len(text) == 4 and set(text[:2]) <= set("ab") and text[2] == "/" and text[3].isdigit()
     function = custom(lark='start: "a" inner "b"\ninner: "(" inner ")" | "x"')
-    if name not in ("qwen3_coder", "glm45", "glm47", "minimax_m2"):
+    if name not in ("qwen3_coder", "glm45", "glm47", "minimax_m2", "minimax_m3"):
         with pytest.raises(ValueError, match="Lark"):
             forced_calls(FORMATS[name], (function,), {}, is_single=True)
         return
