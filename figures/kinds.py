@@ -19,6 +19,7 @@ _TEXT_PARTS = {
     "Gemma4UnifiedForConditionalGeneration": "Gemma4ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Step3p5ForCausalLM": "Step3p7ForConditionalGeneration",
 }
 # What tests load of the kinds that hold for every architecture: tests/parity/test_packings.py, test_latents.py,
 # test_mxfp4.py and tests/clients/test_compressed_tensors.py.
@@ -35,11 +36,12 @@ _QUANTIZED: Mapping[str, tuple[str, ...]] = {
 
 
 def section() -> str:
-    """A row for each architecture: names of its GGUF files, and which quantized checkpoints tests load."""
+    """A row for each architecture that has them: names of its GGUF files, and which quantized checkpoints tests load."""
     rows = [
         [f"`{name}`", _gguf(name), *("checked" if name in names else "" for names in _QUANTIZED.values())]
         for name in FAMILIES.names
     ]
+    rows = [row for row in rows if any(row[1:])]
     return table(["architecture", "GGUF", *_QUANTIZED], rows) + "\n"
 
 
