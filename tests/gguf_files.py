@@ -42,10 +42,11 @@ ARCHITECTURES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe", "ArceeForCausalLM": "arcee",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense", "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoe", "ExaoneMoeForCausalLM": "exaone-moe", "AfmoeForCausalLM": "afmoe",
-    "Step3p7ForConditionalGeneration": "step35",
+    "Step3p7ForConditionalGeneration": "step35", "LagunaForCausalLM": "laguna", "Llama4ForCausalLM": "llama4",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
-NAMED_AS = {"deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
+NAMED_AS = {"laguna": "step35", "deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
 
 
 def longrope(original: int) -> dict[str, Any]:
@@ -63,6 +64,8 @@ def longrope(original: int) -> dict[str, Any]:
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 0.7,
          "original_max_position_embeddings": 64}  # fmt: skip
 _LATENT: dict[str, Any] = {"rope_parameters": _YARN}
+_LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4,
+           "use_qk_norm": True}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "llama-mha": {"head_dim": 20}, "llama-gqa-tied": {}, "llama-llama3": {}, "llama-linear": {}, "llama-yarn": {},
     "mistral": {"head_dim": 8}, "ministral3": {}, "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 3},
@@ -86,7 +89,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": {}, "olmoe": {"attention_bias": False}, "exaone4": {},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4}, "seed-oss": {}, "internlm3": {},
     "iquest-coder": {}, "granite-4-dense": {}, "youtu": _LATENT, "deepseek-v3.2": _LATENT, "glm-5": {}, "hy3": {},
-    "mellum": {"norm_topk_prob": True}, "step3.7": {}, "step3.7-panels": {},
+    "mellum": {"norm_topk_prob": True}, "step3.7": {}, "step3.7-panels": {}, "laguna": {},
+    "laguna-panels": {}, "llama4": _LLAMA4, "llama4-panels": {**_LLAMA4, "num_hidden_layers": 4},
+    "hunyuan-moe": {}, "hunyuan-moe-panels": {},
 }  # fmt: skip
 PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
 OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35")  # norms have 1 added
@@ -173,6 +178,8 @@ def parts_of(
         return {f"{layer}.{stored}.scale": numbers}
     if name.endswith(("layer_scalar", "correct_output_scale")):
         return {name + ".weight": numbers}
+    if name.endswith("experts.e_score_correction_bias"):
+        return {f"{layer}.exp_probs_b.bias": numbers}
     if name.endswith("correction_bias"):
         return {name.removesuffix("_bias") + ".bias": numbers}
     if name.endswith(("expert_bias", "router_bias")):
@@ -190,8 +197,8 @@ def parts_of(
         return {f"{layer}.ffn_down.weight": numbers}
     if name.endswith("_proj") and ".experts." in name:  # all experts in one tensor
         if name.endswith("down_proj"):
-            return {f"{layer}.ffn_down_exps.weight": numbers}
-        gate, up = np.split(numbers, 2, 1)
+            return {f"{layer}.ffn_down_exps.weight": numbers.swapaxes(1, 2) if arch == "llama4" else numbers}
+        gate, up = np.split(numbers.swapaxes(1, 2) if arch == "llama4" else numbers, 2, 1)
         return {f"{layer}.ffn_gate_exps.weight": gate, f"{layer}.ffn_up_exps.weight": up}
     if name.endswith(("conv.conv.weight", "conv1d.weight")):
         numbers = numbers[:, 0]
@@ -365,28 +372,10 @@ FIELDS = {
     "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip
-SIGMOID = (
-    "afmoe",
-    "exaone-moe",
-    "glm4moe",
-    "dots1",
-    "minimax-m2",
-    "lfm2moe",
-    "hy_v3",
-    "deepseek32",
-    "glm-dsa",
-    "step35",
-)
-WINDOWS = (
-    "exaone-moe",
-    "gemma3",
-    "gemma3n",
-    "gemma4",
-    "exaone4",
-    "olmo2",
-    "mellum",
-    "step35",
-)  # and which layers have them
+SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa",
+           "step35", "laguna")  # fmt: skip
+# And which layers have them.
+WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum", "step35", "laguna")
 NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa")
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 
@@ -413,6 +402,8 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     if rope["rope_type"] in ("linear", "yarn"):
         found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+        betas = {f"rope.scaling.yarn_{name}": name for name in ("beta_fast", "beta_slow")}
+        found |= {key: float(rope[name]) for key, name in betas.items() if name in rope}
     if rope.get("original_max_position_embeddings"):
         found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     if rope["rope_type"] == "longrope":
@@ -443,7 +434,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         found["expert_shared_feed_forward_length"] = settings["num_shared_experts"] * settings["moe_intermediate_size"]
     if arch == "afmoe":
         found |= {"expert_weights_scale": settings["route_scale"], "expert_weights_norm": True}
-    if arch == "hunyuan-dense":
+    if arch.startswith("hunyuan") and "alpha" in rope:
         found["rope.freq_base"] *= rope["alpha"] ** (head_dim / (head_dim - 2))
     if arch == "gemma3n":
         normal = NormalDist()
@@ -455,6 +446,27 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         }  # fmt: skip
     if arch == "gemma4":
         found |= gemma4_metadata(settings)
+    if arch == "laguna":
+        found |= {
+            "attention.head_count": settings["num_attention_heads_per_layer"], "expert_weights_norm": True,
+            "expert_weights_scale": settings["moe_routed_scaling_factor"],
+            "leading_dense_block_count": settings["mlp_layer_types"].count("dense"),
+            "rope.dimension_count_swa": int(
+                head_dim * settings["rope_parameters"]["sliding_attention"].get("partial_rotary_factor", 1.0)
+            ),
+        }  # fmt: skip
+    if arch == "llama4":
+        found |= {
+            "feed_forward_length": settings["intermediate_size_mlp"],
+            "expert_feed_forward_length": settings["intermediate_size"],
+            "interleave_moe_layer_step": settings["interleave_moe_layer_step"],
+        }  # fmt: skip
+    if arch == "hunyuan-moe":
+        found |= {
+            "expert_used_count": settings["moe_topk"], "expert_shared_count": 1,
+            "expert_feed_forward_length": settings["intermediate_size"],
+            "expert_shared_feed_forward_length": settings["intermediate_size"],
+        }  # fmt: skip
     if arch == "step35":
         windowed = settings["num_sliding_attention_heads"]
         found |= {

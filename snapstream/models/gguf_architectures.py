@@ -303,29 +303,47 @@ def _ministral(model: Model, own: Settings, settings: Settings) -> Settings:
     return {"rope_scaling": {**settings["rope_scaling"], "mscale": share, "mscale_all_dim": share, **more}}
 
 
+def _laguna(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Layers without a window have a rope of their own, and may have fewer heads. Gates may be of elements."""
+    size, dense = settings["head_dim"], own.get("leading_dense_block_count", 0)
+    ropes = {
+        kind: {
+            "rope_theta": own.get(f"rope.freq_base{suffix}", own["rope.freq_base"]),
+            "partial_rotary_factor": own.get(f"rope.dimension_count{suffix}", size) / size,
+        }
+        for kind, suffix in (("full_attention", ""), ("sliding_attention", "_swa"))
+    }
+    ropes["full_attention"] |= settings.get("rope_scaling") or {}
+    heads = model.by_layer("attention.head_count")
+    return {
+        "gating": "per-head" if model.matrix("blk.0.attn_gate.weight").shape[0] == heads[0] else "per-element",
+        "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads, "rope_scaling": None,
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(model.num_layers)],
+        "rope_parameters": ropes,
+    }  # fmt: skip
+
+
 def _step(model: Model, own: Settings, settings: Settings) -> Settings:
-    """Layers without a window rotate half of a head, by a base and divisors of their own, and may have fewer heads."""
+    """Layers without a window rotate half of a head; only so many divisors count there."""
     if own.get("moe_every_n_layers", 1) != 1:
         raise ValueError(f"moe_every_n_layers is {own['moe_every_n_layers']}; only 1 is supported")
-    kinds, heads, size = settings["layer_types"], model.by_layer("attention.head_count"), settings["head_dim"]
-    full, windowed = (
-        next((count for count, own_kind in zip(heads, kinds, strict=True) if own_kind == kind), heads[0])
-        for kind in ("full_attention", "sliding_attention")
-    )
-    rope = {"rope_theta": own["rope.freq_base"], "partial_rotary_factor": 0.5}
-    if (scaling := settings.get("rope_scaling")) is not None:
-        rope |= scaling | {f"{name}_factor": scaling["long_factor"][: size // 4] for name in ("short", "long")}
-    dense = own.get("leading_dense_block_count", 0)
+    size = settings["head_dim"]
+    found = _laguna(model, {**own, "rope.dimension_count": size // 2, "rope.dimension_count_swa": size}, settings)
+    rope, heads = found["rope_parameters"]["full_attention"], found.pop("num_attention_heads_per_layer")
+    for name in {"short_factor", "long_factor"} & set(rope):
+        rope[name] = rope[name][: size // 4]
+    by_kind = dict(zip(settings["layer_types"], heads, strict=True))
+    found["num_sliding_attention_heads"] = by_kind.get("sliding_attention")
+    found["num_attention_heads"] = by_kind.get("full_attention", heads[0])
     limits = {"swiglu_limits": "swiglu_clamp_exp", "swiglu_limits_shared": "swiglu_clamp_shexp"}
-    return {
-        "num_attention_heads": full, "num_sliding_attention_heads": windowed, "rope_scaling": None,
-        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(model.num_layers)],
-        "rope_parameters": {
-            "full_attention": rope,
-            "sliding_attention": {"rope_theta": own.get("rope.freq_base_swa", own["rope.freq_base"])},
-        },
-        **{name: list(model.numbers(key)) for name, key in limits.items() if key in own},
-    }  # fmt: skip
+    return found | {name: list(model.numbers(key)) for name, key in limits.items() if key in own}
+
+
+def _llama4(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Scout and Maverick, by their numbers of experts, have what files do not say."""
+    has_chunks = own.get("attention.sliding_window") != 0
+    kinds = {} if has_chunks else {"layer_types": ["full_attention"] * model.num_layers}
+    return {**kinds, "use_qk_norm": own["expert_count"] != 128, "attn_temperature_tuning": has_chunks}
 
 
 _SIGMOID = 2
@@ -339,6 +357,10 @@ _QWEN_EXPERTS = _experts(
     "num_experts", shared_feed_forward_length="shared_expert_intermediate_size", shared_count="", weights_scale="",
     group_count="", group_used_count="", first_dense="",
 )  # fmt: skip
+_WINDOWED = {  # heads and a rope by kind of layers
+    "attention.sliding_window": "sliding_window", "attention.head_count": "", "rope.freq_base_swa": "",
+    "rope.dimension_count_swa": "", "leading_dense_block_count": "",
+}  # fmt: skip
 _QWEN_SHARED = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
 _PICTURES = {"rope.dimension_sections": "", "n_deepstack_layers": ""}  # by which texts do not differ
 _LOG = ".A_log"  # of which files have the negated exponential
@@ -657,14 +679,46 @@ ARCHITECTURES = {
     "step35": Architecture(
         name="Step3p5ForCausalLM", router=_SIGMOID, norm_offset=1.0, complete=_step,
         fields={
-            **_WINDOW, **_experts(shared_feed_forward_length="share_expert_dim", shared_count="",
-                                  weights_scale="moe_router_scaling_factor", group_count="", group_used_count=""),
-            "attention.head_count": "", "rope.freq_base_swa": "", "swiglu_clamp_exp": "", "swiglu_clamp_shexp": "",
-            "leading_dense_block_count": "", "moe_every_n_layers": "",
+            **_experts(shared_feed_forward_length="share_expert_dim", shared_count="",
+                       weights_scale="moe_router_scaling_factor", group_count="", group_used_count=""),
+            **_WINDOWED, "swiglu_clamp_exp": "", "swiglu_clamp_shexp": "", "moe_every_n_layers": "",
         },
         layer_names={
             "attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias",
             **{f"ffn_{name}_shexp": f"share_expert.{name}_proj" for name in ("gate", "up", "down")},
+        },
+    ),
+    "laguna": Architecture(
+        name="LagunaForCausalLM", router=_SIGMOID, complete=_laguna,
+        fields={**_QWEN_EXPERTS, "expert_weights_scale": "moe_routed_scaling_factor", **_WINDOWED},
+        layer_names={
+            **_QWEN_SHARED, "attn_gate": "self_attn.g_proj",
+            "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+        },
+    ),
+    "llama4": Architecture(
+        name="Llama4ForCausalLM", router=_SIGMOID, complete=_llama4,
+        fields={
+            "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
+            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
+            "interleave_moe_layer_step": "interleave_moe_layer_step", "attention.sliding_window": "",
+        },
+        layer_names={
+            "ffn_gate_inp": "feed_forward.router",
+            **{f"ffn_{name}{suffix}": f"feed_forward.{part}{name}_proj" for name in ("gate", "up", "down")
+               for suffix, part in (("", ""), ("_shexp", "shared_expert."))},
+        },
+        experts=ExpertNames(prefix="feed_forward"),
+        is_interleaved=True,
+    ),
+    "hunyuan-moe": Architecture(
+        name="HunYuanMoEV1ForCausalLM",
+        fields=_experts("num_experts", used_count="moe_topk", shared_count="num_shared_expert", weights_scale="",
+                        weights_norm="", group_count="", group_used_count="", first_dense=""),
+        layer_names={
+            "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+            "ffn_gate_inp": "mlp.gate.wg",
+            **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
         },
     ),
     "exaone4": Architecture(

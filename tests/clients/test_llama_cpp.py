@@ -92,6 +92,11 @@ _GEMMA3N = {  # numbers that it has for every file
     "num_kv_shared_layers": 0, "altup_num_inputs": 4, "laurel_rank": 64, "hidden_size_per_layer_input": 256,
     "vocab_size_per_layer_input": VOCAB, "activation_sparsity_pattern": [0.95] * 3,
 }  # fmt: skip
+_LAGUNA = {  # whose beta_slow it does not read
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+    "full_attention": {"rope_type": "yarn", "rope_theta": 50000.0, "factor": 8.0, "partial_rotary_factor": 0.5,
+                       "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 1.0},
+}  # fmt: skip
 CHANGES: dict[str, dict[str, Any]] = {
     "olmo2": {"attention_bias": False}, "seed-oss": {"attention_out_bias": False}, "smollm3": {"attention_bias": False},
     "phi3-window": {"sliding_window": None}, "phi3-longrope": longrope(512), "cohere2": {"attention_bias": False},
@@ -102,7 +107,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm4-lite": _LATENT, "deepseek-v3": {**_LATENT, "n_group": 1, "topk_group": 1},
     "deepseek-v2": {**_LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek-v3.2": {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1}, "glm-5": {**_LATENT, **_SPARSE},
-    "arcee": {"attention_bias": False}, 
+    "arcee": {"attention_bias": False}, "llama4": {"attention_bias": False}, "hunyuan-moe": {"attention_bias": False},
+    "laguna": {"rope_parameters": _LAGUNA}, 
     "exaone-moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "nemotron-h": {"use_bias": False}, "starcoder2-plain": {"use_bias": True}, "minitron": {"head_dim": 12},
     "nemotron-3": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "use_conv_bias": True},
