@@ -36,7 +36,7 @@ _QUANTIZED: Mapping[str, tuple[str, ...]] = {
 
 
 def section() -> str:
-    """A row for each architecture that has them: names of its GGUF files, and which quantized checkpoints tests load."""
+    """A row for each architecture that has them: names of its GGUF files, quantized checkpoints that tests load."""
     rows = [
         [f"`{name}`", _gguf(name), *("checked" if name in names else "" for names in _QUANTIZED.values())]
         for name in FAMILIES.names

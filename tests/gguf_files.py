@@ -42,11 +42,18 @@ ARCHITECTURES = {
     "Qwen3VLMoeForConditionalGeneration": "qwen3vlmoe", "ArceeForCausalLM": "arcee",
     "HunYuanDenseV1ForCausalLM": "hunyuan-dense", "GraniteMoeForCausalLM": "granitemoe",
     "GraniteMoeSharedForCausalLM": "granitemoe", "ExaoneMoeForCausalLM": "exaone-moe", "AfmoeForCausalLM": "afmoe",
-    "Step3p7ForConditionalGeneration": "step35", "LagunaForCausalLM": "laguna", "Llama4ForCausalLM": "llama4",
+    "Step3p7ForConditionalGeneration": "step35", "LagunaForCausalLM": "laguna",
+    "MuseGlimmerForConditionalGeneration": "muse-glimmer", "Llama4ForCausalLM": "llama4",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
-NAMED_AS = {"laguna": "step35", "deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe"}
+NAMED_AS = {
+    "laguna": "step35",
+    "muse-glimmer": "afmoe",
+    "deepseek32": "glm-dsa",
+    "hy_v3": "dots1",
+    "mellum": "qwen3moe",
+}
 
 
 def longrope(original: int) -> dict[str, Any]:
@@ -66,6 +73,7 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.
 _LATENT: dict[str, Any] = {"rope_parameters": _YARN}
 _LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4,
            "use_qk_norm": True}  # fmt: skip
+_MUSE = {"post_norm_eps": 1e-8, "layer_rope_theta": [10000.0, 0, 10000.0]}
 MODELS: dict[str, dict[str, Any]] = {
     "llama-mha": {"head_dim": 20}, "llama-gqa-tied": {}, "llama-llama3": {}, "llama-linear": {}, "llama-yarn": {},
     "mistral": {"head_dim": 8}, "ministral3": {}, "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 3},
@@ -90,10 +98,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 4}, "seed-oss": {}, "internlm3": {},
     "iquest-coder": {}, "granite-4-dense": {}, "youtu": _LATENT, "deepseek-v3.2": _LATENT, "glm-5": {}, "hy3": {},
     "mellum": {"norm_topk_prob": True}, "step3.7": {}, "step3.7-panels": {}, "laguna": {},
-    "laguna-panels": {}, "llama4": _LLAMA4, "llama4-panels": {**_LLAMA4, "num_hidden_layers": 4},
+    "laguna-panels": {}, "muse-glimmer": {"post_norm_eps": 1e-8}, "muse-glimmer-panels": _MUSE,
+    "llama4": _LLAMA4, "llama4-panels": {**_LLAMA4, "num_hidden_layers": 4},
     "hunyuan-moe": {}, "hunyuan-moe-panels": {},
 }  # fmt: skip
-PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
+PERMUTED = ("llama", "muse-glimmer", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
 OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35")  # norms have 1 added
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
@@ -151,13 +160,20 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             stack = "altup_unembd_proj.weight" if stream[1] else "altup_proj.weight"
             experts.setdefault(stack, {})[int(stream[2])] = numbers
             continue
-        if name.startswith(("vision_model.", "vit_large_projector.")):
+        if name.startswith(("vision_model.", "vit_large_projector.", "model.vision_")):
             continue
+        name = name.replace("model.language_model.", "model.")
         projection = name.split(".")[-2]
         if arch in PERMUTED and projection in heads:
             numbers = permuted(numbers, heads[projection])
         if arch in OFFSET and name.endswith("norm.weight") and "linear_attn" not in name:
             numbers = numbers + 1
+        if arch == "muse-glimmer" and name.endswith("layernorm.weight"):
+            numbers = numbers + 1
+        if arch == "muse-glimmer" and projection in heads:  # norms without weights, and the scale of queries
+            scale = settings["qk_scale_factor"] if projection == "q_proj" else 1.0
+            own = f"blk.{name.split('.')[2]}.attn_{projection[0]}_norm.weight"
+            found[own] = np.full(settings["head_dim"], scale, dtype=np.float32)
         if arch == "gpt-oss" and ".experts." in name:
             found |= experts_of(name, numbers)
             continue
@@ -375,7 +391,18 @@ FIELDS = {
 SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa",
            "step35", "laguna")  # fmt: skip
 # And which layers have them.
-WINDOWS = ("exaone-moe", "gemma3", "gemma3n", "gemma4", "exaone4", "olmo2", "mellum", "step35", "laguna")
+WINDOWS = (
+    "exaone-moe",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "exaone4",
+    "olmo2",
+    "mellum",
+    "step35",
+    "laguna",
+    "muse-glimmer",
+)
 NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa")
 LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
 
@@ -446,6 +473,11 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         }  # fmt: skip
     if arch == "gemma4":
         found |= gemma4_metadata(settings)
+    if arch == "muse-glimmer":
+        found |= {
+            "logit_scale": settings["output_multiplier"],
+            "final_logit_softcapping": settings["final_logit_softcapping"],
+        }
     if arch == "laguna":
         found |= {
             "attention.head_count": settings["num_attention_heads_per_layer"], "expert_weights_norm": True,

@@ -394,7 +394,7 @@ def load_weights(
                     if spec.is_quantized and config.stored.packing is not None:
                         bounds |= _fill_packing(weights, own, cut, config, manifest)
                     elif quantized is not None:
-                        bounds |= _fill_quantized(weights, shard, name, cut, quantized, manifest)
+                        bounds |= _fill_quantized(weights, shard, name, cut, quantized, manifest, spec.row_eps)
                     else:
                         whole_format = format_of(whole_specs[part.target], dtype_name, formats)
                         numbers = _read_floats(shard, name, cut, whole_format if spec.is_float else None)
@@ -420,13 +420,24 @@ def _with_normed_rows(numbers: Tensor, eps: float, dtype: torch.dtype) -> Tensor
     return torch.cat(list(parts))
 
 
+def _with_normed_scales(values: Tensor, scales: Tensor, form: WeightFormat, eps: float) -> Tensor:
+    """The same of quantized rows: their codes stay."""
+    factors = [
+        decode(codes, own, form).square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        for codes, own in zip(values.split(4096), scales.split(4096), strict=True)
+    ]
+    normed = scales.contiguous().view(SCALE_DTYPE).float() * torch.cat(factors)
+    return normed.to(SCALE_DTYPE).view(scales.dtype)
+
+
 def _num_elements(cut: Cut) -> int:
     return math.prod(own.stop - own.start for own in cut.slices)
 
 
 def _fill_quantized(
-    weights: DecoderWeights, shard: Any, name: str, cut: Cut, form: WeightFormat, manifest: Mapping[str, StoredTensor]
-) -> dict[str, Tensor]:
+    weights: DecoderWeights, shard: Any, name: str, cut: Cut, form: WeightFormat, manifest: Mapping[str, StoredTensor],
+    row_eps: float | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """Store a matrix that is quantized in the file; by name, the bounds of what was read."""
     part, own = cut.part, cut.part.name
     if form.is_mxfp4:
@@ -439,6 +450,7 @@ def _fill_quantized(
         values = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
         scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
         bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
+        scales = scales if row_eps is None else _with_normed_scales(values, scales, form, row_eps)
     target = weights.matrices[part.target]
     is_whole = form.is_fp8 or target.shape[-1] % form.group == 0  # else groups reach into the next layer
     is_kept = not target.form.is_quantized or (target.form.dtype, target.form.group) == (form.dtype, form.group)

@@ -214,7 +214,8 @@ def _names(model: Model) -> dict[str, str]:
         outer, _, kind = stored.rpartition(".")
         prefix = "" if part is None else f"model.layers.{int(part['layer'])}."
         if part is not None and (own := stored.split(".", 2)[2]) in layers:
-            found[stored] = prefix + layers[own]
+            if layers[own]:
+                found[stored] = prefix + layers[own]
         elif part is not None and part["part"] in layers and part["kind"]:
             found[stored] = f"{prefix}{layers[part['part']]}.{part['kind']}"
         elif outer in outside and kind in ("weight", "bias"):
@@ -300,7 +301,8 @@ _VECTORS = (".norm.weight", ".conv1d.weight", ".conv.conv.weight", ".shared_expe
 def _vector(model: Model, name: str, tensor: Tensor) -> View:
     """Norms, biases, kernels of convolutions: read whole, in the shape that safetensors have."""
     size, offset, is_log = prod(tensor.shape), 0.0, name.endswith(".A_log")
-    if name.endswith("norm.weight") and ".linear_attn." not in name:
+    is_plain = name == "model.norm.weight" and model.architecture.has_plain_final_norm
+    if name.endswith("norm.weight") and ".linear_attn." not in name and not is_plain:
         offset = model.architecture.norm_offset
     shape: tuple[int, ...] = (size,)
     if name.endswith((".conv1d.weight", ".conv.conv.weight")):

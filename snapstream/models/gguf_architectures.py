@@ -28,12 +28,13 @@ class Architecture:
     # config.json's names of its own settings; "": read elsewhere, or of no effect.
     fields: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)  # what holds unless a file says otherwise
-    # Of its own tensors, by what follows the layer, with the kind (.weight, .bias) or for both.
+    # Of its own tensors, by what follows the layer, with the kind (.weight, .bias) or for both; "": not read.
     layer_names: Mapping[str, str] = field(default_factory=dict)
     outer_names: Mapping[str, str] = field(default_factory=dict)  # of tensors outside of the layers
     experts: ExpertNames = ExpertNames()
     is_interleaved: bool = False  # files have the rows of q and k so that pairs (0, 1), (2, 3) are rotated
     norm_offset: float = 0.0  # what files have added to the weights of norms
+    has_plain_final_norm: bool = False  # but of the last
     rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a scaled rope that files do not have
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of experts, rows of two by turns
     router: int | None = 1  # the function of its scores: 1 softmax, 2 sigmoid; None: ``complete`` knows
@@ -337,6 +338,17 @@ def _step(model: Model, own: Settings, settings: Settings) -> Settings:
     found["num_attention_heads"] = by_kind.get("full_attention", heads[0])
     limits = {"swiglu_limits": "swiglu_clamp_exp", "swiglu_limits_shared": "swiglu_clamp_shexp"}
     return found | {name: list(model.numbers(key)) for name, key in limits.items() if key in own}
+
+
+def _muse(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Layers without a window are not rotated. Norms of heads have no weights; a scale of queries is in their place."""
+    scales = set(model.floats("blk.0.attn_q_norm.weight"))
+    if len(scales) != 1:
+        raise ValueError("blk.0.attn_q_norm.weight has several numbers; it must be the scale of queries throughout")
+    thetas = {"sliding_attention": own["rope.freq_base"]}
+    return {
+        "qk_scale_factor": scales.pop(), "layer_rope_theta": [thetas.get(kind, 0) for kind in settings["layer_types"]],
+    }  # fmt: skip
 
 
 def _llama4(model: Model, own: Settings, settings: Settings) -> Settings:
@@ -694,6 +706,20 @@ ARCHITECTURES = {
         layer_names={
             **_QWEN_SHARED, "attn_gate": "self_attn.g_proj",
             "exp_probs_b.bias": "mlp.experts.e_score_correction_bias",
+        },
+    ),
+    "muse-glimmer": Architecture(
+        name="MuseGlimmerForConditionalGeneration", is_interleaved=True, norm_offset=1.0, has_plain_final_norm=True,
+        complete=_muse,
+        fields={
+            **_WINDOW, "final_logit_softcapping": "final_logit_softcapping", "logit_scale": "output_multiplier",
+            "rope.freq_base_swa": "",
+        },
+        settings={"post_norm_eps": 1e-8},
+        layer_names={
+            "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm", "attn_gate": "self_attn.gate_proj",
+            "attn_q_norm.weight": "", "attn_k_norm.weight": "",
         },
     ),
     "llama4": Architecture(

@@ -317,7 +317,8 @@ def with_gates_apart(config: ModelConfig, specs: TensorSpecs) -> TensorSpecs:
         "self_attn.gate_proj.weight": (slice(gates),), **specs["qkv"].parts,
         "self_attn.q_proj.weight": (slice(gates, 2 * gates),),
     }  # fmt: skip
-    return {**specs, "qkv": replace(specs["qkv"], parts=parts, row_order={})}
+    orders = {f"self_attn.{name}_proj.weight": order for name, order in head_orders(config).items()}
+    return {**specs, "qkv": replace(specs["qkv"], parts=parts, row_order=orders)}
 
 
 def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
