@@ -254,6 +254,13 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
      {"mamba_in": UINT4, "mamba_out": UINT4, "experts_down": UINT4, "embed": FINE, f"{MIXED}.1": FINE}),
     ("starcoder2", {"attn_v": "Q6_K", "": "Q4_K"}, {"num_attention_heads": 8}, {f"{MIXED}.1": FINE, "down": UINT4}),
     ("gemma4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "down": INT4, "experts_gate_up": INT4, "experts_down": INT4}),
+    ("laguna", "Q4_0", EXPERTS | {"shared_expert_intermediate_size": 96},
+     {"qkv": INT4, "experts_down": INT4, "shared_down": INT4}),
+    ("step3.7", {"attn_v": "Q6_K", "": "Q4_K"}, {"moe_intermediate_size": 256, "share_expert_dim": 512,
+     "num_attention_heads": 8, "num_sliding_attention_heads": 16}, {"experts_down": UINT4, "shared_gate_up": UINT4}),
+    ("llama4", "Q8_0", {"intermediate_size": 64, "intermediate_size_mlp": 96},
+     {"qkv": INT8, "down": INT8, "experts_down": INT8, "shared_down": INT8}),
+    ("hunyuan-moe", "Q4_1", {"intermediate_size": 64}, {"qkv": UINT4, "experts_gate_up": UINT4}),
     ("qwen3.5", {"0.ssm_out": "Q8_0", "attn_gate": "Q8_0", "": "Q4_1"}, DELTA | {"num_hidden_layers": 4},
      {"delta_in": INT8, "delta_out.int8-32": INT8, "delta_out.uint4-32": UINT4}),
     ("deepseek-v2-lite", {"1.attn_kv_a_mqa": "Q8_0", "1.ffn_down": "Q8_0", "attn_k_b": "F16", "": "Q4_1"},
@@ -280,6 +287,19 @@ def test_quantized_layers_of_every_kind(
         for key, mine in numbers_of(weights).items():
             wanted = [*(own[key] for own in numbers), numbers[0][key].half().float()]
             assert any(torch.equal(mine, own) for own in wanted), key
+    assert len({str(answers(file, PROMPTS[::4], executor=executor)) for executor in EXECUTORS}) == 1
+
+
+@pytest.mark.parametrize(("kind", "form"), [("Q8_0", INT8), ("Q5_0", INT8), ("Q6_K", FINE), ("Q4_1", UINT4)])
+def test_a_quantized_embedding_whose_rows_are_normed(kind: str, form: str, tmp_path: Path) -> None:
+    """Muse Glimmer's keeps its integers; the norm of a row is in its scales, which are fp16."""
+    folder = save(make_model("muse-glimmer-panels", **MODELS["muse-glimmer-panels"] | BLOCKS), tmp_path)
+    file = write_gguf(folder, tmp_path / "model.gguf", {"token": kind, "": "F32"})
+    wide = write_gguf(folder, tmp_path / "wide.gguf", numbers_of=file)
+    with LLM(file, max_model_len=64, progress=False, executor="eager") as llm:
+        embed = llm.engine.runner.decoder.weights.matrices["embed"]  # type: ignore[attr-defined]
+        assert embed.form.describe() == form
+        torch.testing.assert_close(embed.dense(), weights_of(wide, "float32")["embed", None], rtol=0, atol=4e-3)
     assert len({str(answers(file, PROMPTS[::4], executor=executor)) for executor in EXECUTORS}) == 1
 
 
