@@ -28,7 +28,8 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3next", "Qwen3_5ForCausalLM": "qwen35", "Qwen3_5MoeForCausalLM": "qwen35moe",
     "Phi3ForCausalLM": "phi3", "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe",
     "CohereForCausalLM": "command-r", "Cohere2ForCausalLM": "cohere2", "Glm4ForCausalLM": "glm4",
-    "Glm4MoeForCausalLM": "glm4moe", "Glm4MoeLiteForCausalLM": "deepseek2", "DeepseekV2ForCausalLM": "deepseek2",
+    "Glm4MoeForCausalLM": "glm4moe", "SolarOpenForCausalLM": "glm4moe",
+    "Glm4MoeLiteForCausalLM": "deepseek2", "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2", "Dots1ForCausalLM": "dots1", "MiniMaxM2ForCausalLM": "minimax-m2",
     "Ernie4_5ForCausalLM": "ernie4_5", "Ernie4_5_MoeForCausalLM": "ernie4_5-moe", "Exaone4ForCausalLM": "exaone4",
     "InternLM3ForCausalLM": "llama", "IQuestCoderForCausalLM": "llama", "YoutuForCausalLM": "deepseek2",
@@ -100,7 +101,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mellum": {"norm_topk_prob": True}, "step3.7": {}, "step3.7-panels": {}, "laguna": {},
     "laguna-panels": {}, "muse-glimmer": {"post_norm_eps": 1e-8}, "muse-glimmer-panels": _MUSE,
     "llama4": _LLAMA4, "llama4-panels": {**_LLAMA4, "num_hidden_layers": 4},
-    "hunyuan-moe": {}, "hunyuan-moe-panels": {},
+    "hunyuan-moe": {}, "hunyuan-moe-panels": {}, "solar-open": {},
 }  # fmt: skip
 PERMUTED = ("llama", "muse-glimmer", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
 OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35")  # norms have 1 added

@@ -618,8 +618,8 @@ ARCHITECTURES = {
         is_interleaved=True,
     ),
     "glm4moe": Architecture(
-        name="Glm4MoeForCausalLM", fields=_experts(), router=_SIGMOID, layer_names=_NORMS_AFTER,
-        settings={"n_group": 1, "topk_group": 1, "norm_topk_prob": True},
+        name="Glm4MoeForCausalLM", fields=_experts(), router=_SIGMOID, layer_names=_NORMS_AFTER,  # and Solar Open
+        settings={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 0},
     ),
     "deepseek2": _DEEPSEEK,
     "deepseek32": replace(_SPARSE, name="DeepseekV32ForCausalLM"),

@@ -189,6 +189,12 @@ _YOUTU = (
     _cased(f"{_SUFFIXES}?", ""),
 )
 _SEED = (rf"{_SUFFIXES}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",)
+_AFMOE = (
+    r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))",  # from the right in threes
+    "[\u4e00-\u9fff\u3400-\u4dbf\uf900-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf\u0e40-\u0e7f"
+    "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
+    _DEEPSEEK[2],
+)
 # By tokenizer.ggml.pre: the patterns at which text is cut, one after the other.
 _LLAMA3, _QWEN2, _GPT4 = (_words("{1,3}"),), (_words(""),), (_cased(f"{_SUFFIXES}?", "{1,3}"),)
 _QWEN35 = (_QWEN2[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),)
@@ -202,10 +208,18 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "kimi-k2": (r"\p{Han}+|" + _cased(f"{_SUFFIXES}?", "{1,3}", r"&&[^\p{Han}]", r"[\r\n]*"),),
     "deepseek-llm": _DEEPSEEK_LLM, "deepseek-coder": _DEEPSEEK_CODER, "hunyuan-dense": _DEEPSEEK,
     "command-r": (_DIGITS, _GPT2), "mellum2": (_DIGITS, _GPT2), "mellum": (_GPT2,), "exaone4": (_GPT2,),
-    "glm5": _LLAMA3,
+    "glm5": _LLAMA3, "llama4": _GPT4, "solar-open": _QWEN2, "stablelm2": _QWEN2, "phi-2": (_GPT2,),
+    "afmoe": _AFMOE, "laguna": (r"\n+", *_QWEN2),
 }  # fmt: skip
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
-_WHOLE_TOKENS = (*_BEGIN, "gpt-4o", "glm4", "glm5", "youtu")  # a piece that is a token is not merged from its letters
+_WHOLE_TOKENS = (
+    *_BEGIN,
+    "gpt-4o",
+    "llama4",
+    "glm4",
+    "glm5",
+    "youtu",
+)  # a piece that is a token is not merged from its letters
 _NORMALIZED = ("qwen2", "qwen35", "command-r")  # to Unicode's NFC
 
 
