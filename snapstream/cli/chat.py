@@ -195,13 +195,12 @@ class Conversation:
         if llm.tokenizer is None or llm.tokenizer.chat_template is None:
             raise ValueError("this checkpoint has no chat template; snapstream generate --raw continues a text")
         # A package with optional dependencies: only these modules of it need none.
-        from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, THOUGHT_END, choose_reasoning
+        from snapstream.server.openai.answer_reader import choose_reasoning, has_special_tags
 
         self._llm, self._params, self._max_tokens = llm, params, max_tokens
         self._out, self._err = out or sys.stdout, err or sys.stderr
         self._parser = choose_reasoning("auto", str(llm.tokenizer.chat_template))
-        special = set(llm.tokenizer.all_special_tokens) & {OPENING, CLOSING, CHANNEL, THOUGHT_END}
-        if self._parser != "none" and special:  # else the answer's text would not have them
+        if has_special_tags(self._parser, llm.tokenizer.all_special_tokens):  # which answers must keep
             self._params = replace(params, skip_special_tokens=False)
         self.system = system
         self.turns: list[dict[str, str]] = []
@@ -273,11 +272,11 @@ class Conversation:
             self.note(f"(the answer ends here: {params.max_tokens:,} tokens)")
 
     def _splitter(self, ids: list[int]) -> ReasoningSplitter | HarmonySplitter:
-        from snapstream.server.openai.answer_reader import find_answer_start, splitter_of
+        from snapstream.server.openai.answer_reader import TAGS, find_answer_start, splitter_of
 
         assert self._llm.tokenizer is not None
         ending = str(self._llm.tokenizer.decode(ids[-ENDING_TOKENS:], skip_special_tokens=False))
-        return splitter_of(find_answer_start(self._parser, ending))
+        return splitter_of(find_answer_start(self._parser, ending), TAGS[self._parser])
 
     def _set_budget(self, text: str) -> None:
         most = self._llm.config.budget.capacity

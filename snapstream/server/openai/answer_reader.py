@@ -15,10 +15,10 @@ the reader of the arguments. White space around reasoning, and between calls, be
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from snapstream.engine.request_state import overlap
 from snapstream.server.openai.tool_format import (
@@ -27,6 +27,7 @@ from snapstream.server.openai.tool_format import (
     CallFormat,
     CustomInput,
     Function,
+    GrammarBuilder,
     Head,
     JsonArguments,
     NeedMoreText,
@@ -41,8 +42,6 @@ if TYPE_CHECKING:  # the rest runs without the packages of a server: `snapstream
     from snapstream.server.engine.api import SampleDelta
     from snapstream.server.openai.protocol import TemplateOptions
 
-OPENING, CLOSING = "<think>", "</think>"  # around reasoning, in which no calls are parsed
-THOUGHT, THOUGHT_END = "<|channel>thought", "<channel|>"  # the same in Gemma 4; the first is a token and a word
 # Harmony, the format of gpt-oss: an answer is a list of messages, each with a channel in its header.
 #     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>
 #     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>
@@ -50,6 +49,25 @@ START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain|>"
 RECIPIENT = "functions."  # before the name of a tool
 CALL_MARK = f"{CHANNEL}commentary to={RECIPIENT}"  # with which ``HarmonySplitter`` writes the header of every call
+
+
+class Tags(NamedTuple):
+    """What reasoning stands between."""
+
+    opening: str
+    closing: str
+
+
+OPENING, CLOSING = THINK = Tags("<think>", "</think>")
+TAGS: dict[ReasoningParser, Tags] = {
+    "qwen3": THINK,
+    "deepseek_r1": THINK,
+    "gemma4": Tags("<|channel>thought", "<channel|>"),  # a token and a word
+    "minimax_m3": Tags("<mm:think>", "</mm:think>"),
+    "mistral": Tags("[THINK]", "[/THINK]"),
+    "harmony": Tags(CHANNEL, END),
+    "none": Tags("", ""),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,25 +269,24 @@ class AnswerStart(Enum):
     INSIDE = "inside"  # yes: the prompt ends with <think>
     LIKELY = "likely"  # yes (``deepseek_r1``), with or without <think>
     OPEN = "open"  # if it starts with <think>
-    THOUGHT = "thought"  # if it starts with Gemma 4's tag
     HARMONY = "harmony"  # if its first message is of the channel analysis
     ANSWER = "answer"  # no: the prompt ends with </think>, or reasoning is not parsed
 
 
-def closing_of(parser: ReasoningParser) -> str:
-    """The tag that ends reasoning."""
-    return THOUGHT_END if parser == "gemma4" else CLOSING
-
-
 def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningParser:
-    """Resolve ``auto``: templates of reasoning models name the tag."""
+    """Resolve ``auto``: templates of reasoning models name the tags."""
     if wanted != "auto":
         return wanted
     if CHANNEL in chat_template and MESSAGE in chat_template:
         return "harmony"
-    if THOUGHT_END in chat_template:
-        return "gemma4"
-    return "qwen3" if OPENING in chat_template or CLOSING in chat_template else "none"
+    known: tuple[ReasoningParser, ...] = ("gemma4", "minimax_m3", "mistral")
+    found = next((parser for parser in known if TAGS[parser].closing in chat_template), None)
+    return found or ("qwen3" if OPENING in chat_template or CLOSING in chat_template else "none")
+
+
+def has_special_tags(parser: ReasoningParser, special: Collection[str]) -> bool:
+    """Whether a tag of reasoning is a special token, which the text of answers must keep."""
+    return any(tag in special for tag in TAGS[parser])
 
 
 def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None = None) -> AnswerStart:
@@ -278,15 +295,13 @@ def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None =
         return AnswerStart.ANSWER
     if parser == "harmony":
         return AnswerStart.HARMONY if prefix is None else AnswerStart.ANSWER  # an answer that is continued is final
-    if parser == "gemma4":
-        is_answering = prefix is not None or prompt.rstrip().endswith(THOUGHT_END)
-        return AnswerStart.ANSWER if is_answering else AnswerStart.THOUGHT
+    opening, closing = TAGS[parser]
     if prefix is not None:
-        return AnswerStart.INSIDE if prefix.rfind(OPENING) > prefix.rfind(CLOSING) else AnswerStart.ANSWER
+        return AnswerStart.INSIDE if prefix.rfind(opening) > prefix.rfind(closing) else AnswerStart.ANSWER
     prompt = prompt.rstrip()
-    if prompt.endswith(OPENING):
+    if prompt.endswith(opening):
         return AnswerStart.INSIDE
-    if prompt.endswith(CLOSING):
+    if prompt.endswith(closing):
         return AnswerStart.ANSWER
     return AnswerStart.LIKELY if parser == "deepseek_r1" else AnswerStart.OPEN
 
@@ -295,7 +310,10 @@ def effort_arguments(template: str, effort: str | None) -> dict[str, Any]:
     """Template variables for ``reasoning_effort``, by the names that the template uses."""
     if effort is None:
         return {}
-    known = {"reasoning_effort": effort, "enable_thinking": effort != "none", "thinking": effort != "none"}
+    thinks = effort != "none"
+    known = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+    if "disabled" in template:  # others have other words for it
+        known["thinking_mode"] = "enabled" if thinks else "disabled"
     return {name: value for name, value in known.items() if mentions(template, name)}
 
 
@@ -313,29 +331,26 @@ def mentions(template: str, name: str) -> bool:
 
 
 def allow_reasoning(
-    grammar: Grammar, beginning: AnswerStart, symbols: Collection[str], *, has_heads: bool = False
+    grammar: Grammar, beginning: AnswerStart, symbols: Mapping[str, int], *, tags: Tags = THINK, has_heads: bool = False
 ) -> Grammar:
     """The grammar with reasoning before it. ``symbols``: ``TokenText.symbols``. ``has_heads``: see ``AnswerPlan``."""
     if beginning is AnswerStart.ANSWER:
         return grammar
+    write = GrammarBuilder(symbols).text
     if beginning is AnswerStart.HARMONY:
-        channel, message, end, start = (tag if tag in symbols else f'"{tag}"' for tag in (CHANNEL, MESSAGE, END, START))
-        analysis = f'{channel} "analysis" {message} TEXT {end} {start} "assistant"'
-        final = "" if has_heads else f' {channel} "final" {message}'
+        analysis = f"{write(f'{CHANNEL}analysis{MESSAGE}')} TEXT {write(f'{END}{START}assistant')}"
+        final = "" if has_heads else " " + write(f"{CHANNEL}final{MESSAGE}")
         return replace(grammar, preface=f"preface: analysis?{final}\nanalysis: {analysis}\nTEXT: /(.|\\n)*/\n")
-    opening, closing = OPENING if OPENING in symbols else f'"{OPENING}"', CLOSING
-    if beginning is AnswerStart.THOUGHT:
-        tag, _, word = THOUGHT.partition(">")
-        opening, closing = f'{tag}> "{word}"' if f"{tag}>" in symbols else f'"{THOUGHT}"', THOUGHT_END
-    is_symbol = closing in symbols
+    opening, closing = write(tags.opening), write(tags.closing)
     rules = {
-        AnswerStart.THOUGHT: f"preface: begun?\nbegun: {opening} reasoning GAP",
         AnswerStart.INSIDE: "preface: reasoning GAP",
-        AnswerStart.LIKELY: f"preface: {opening}? reasoning GAP",
+        AnswerStart.LIKELY: f"preface: ({opening})? reasoning GAP",
         AnswerStart.OPEN: f"preface: begun?\nbegun: {opening} reasoning GAP",
     }
     reasoning = (
-        f"reasoning: TEXT {closing}\nTEXT: /(.|\\n)*/" if is_symbol else f'reasoning[suffix="{closing}"]: /(.|\\n)*/'
+        f"reasoning: TEXT {closing}\nTEXT: /(.|\\n)*/"
+        if tags.closing in symbols
+        else f"reasoning[suffix={closing}]: /(.|\\n)*/"
     )
     return replace(grammar, preface=f"{rules[beginning]}\n{reasoning}\nGAP: /[ \\n]{{0,4}}/\n")
 
@@ -370,11 +385,10 @@ class _Splitter:
 class ReasoningSplitter(_Splitter):
     """Reasoning between tags, then the answer."""
 
-    def __init__(self, beginning: AnswerStart) -> None:
+    def __init__(self, beginning: AnswerStart, tags: Tags = THINK) -> None:
         super().__init__(self._after if beginning is AnswerStart.ANSWER else self._begin)
         self._beginning = beginning
-        is_thought = beginning is AnswerStart.THOUGHT
-        self._opening, self._closing = (THOUGHT, THOUGHT_END) if is_thought else (OPENING, CLOSING)
+        self._opening, self._closing = tags
         self._has_reasoning = False
 
     @property
@@ -400,7 +414,7 @@ class ReasoningSplitter(_Splitter):
             self._text = stripped[len(self._opening) :]
             self._step = self._inside
         else:
-            self._step = self._after if self._beginning in (AnswerStart.OPEN, AnswerStart.THOUGHT) else self._inside
+            self._step = self._after if self._beginning is AnswerStart.OPEN else self._inside
         return True
 
     def _inside(self) -> bool:
@@ -494,9 +508,9 @@ class HarmonySplitter(_Splitter):
         return True
 
 
-def splitter_of(beginning: AnswerStart) -> ReasoningSplitter | HarmonySplitter:
+def splitter_of(beginning: AnswerStart, tags: Tags) -> ReasoningSplitter | HarmonySplitter:
     """What separates the reasoning of an answer that begins like this."""
-    return HarmonySplitter() if beginning is AnswerStart.HARMONY else ReasoningSplitter(beginning)
+    return HarmonySplitter() if beginning is AnswerStart.HARMONY else ReasoningSplitter(beginning, tags)
 
 
 _CHANNEL = re.compile(rf"{re.escape(CHANNEL)}\s*(\w+)")
@@ -514,9 +528,11 @@ Event = Reasoning | CallEvent
 class AnswerReader:
     """One sample's answer."""
 
-    def __init__(self, beginning: AnswerStart, closing_id: int | None, calls: ToolCallParser | None) -> None:
-        """``closing_id``: the token </think>, if it is one. ``calls`` None: calls are text."""
-        self._splitter = splitter_of(beginning)
+    def __init__(
+        self, beginning: AnswerStart, tags: Tags, closing_id: int | None, calls: ToolCallParser | None
+    ) -> None:
+        """``closing_id``: the token ``tags.closing``, if it is one. ``calls`` None: calls are text."""
+        self._splitter = splitter_of(beginning, tags)
         self._closing_id = closing_id
         self._calls = calls
         self._num_undecided = 0  # tokens that count as reasoning if there turns out to be some

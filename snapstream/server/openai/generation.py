@@ -25,11 +25,12 @@ from snapstream.server.http.errors import ApiError, bad_value, not_finite
 from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.http.requests import DONE, EventStream
 from snapstream.server.openai.answer_reader import (
+    TAGS,
     AnswerReader,
     AnswerStart,
+    Tags,
     ToolCallParser,
     allow_reasoning,
-    closing_of,
     find_answer_start,
     unused_options,
 )
@@ -381,11 +382,12 @@ class PreparedChat:
     request: Request
     compression: PromptCompression | None
     beginning: AnswerStart
+    tags: Tags
     closing_id: int | None  # the token that ends reasoning, if it is one
     make_calls: Callable[[], ToolCallParser] | None  # for each choice; None: calls are text
 
     def reader(self) -> AnswerReader:
-        return AnswerReader(self.beginning, self.closing_id, self.make_calls() if self.make_calls else None)
+        return AnswerReader(self.beginning, self.tags, self.closing_id, self.make_calls and self.make_calls())
 
 
 async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, namespace: str) -> PreparedChat:
@@ -415,13 +417,14 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
             body = body.model_copy(update={"messages": messages})
     prompt = await server.prompts.chat(body, server.metadata.max_model_len, has_tools=plan.has_tools)
     beginning, ids = find_answer_start(server.reasoning, prompt.ending, prompt.prefix), prompt.ids
+    tags = TAGS[server.reasoning]
     if body.prediction is not None:
         predicted = await server.prompts.encode(
             body.prediction.text, server.metadata.max_model_len, add_special_tokens=False, param="prediction"
         )
         options = replace(options, sampling=replace(options.sampling, prediction=predicted))
     if plan.grammar is not None and beginning is not AnswerStart.ANSWER:
-        grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols, has_heads=plan.has_heads)
+        grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols, tags=tags, has_heads=plan.has_heads)
         await server.require_grammar(grammar, plan.grammar_param)
         options = replace(options, sampling=replace(options.sampling, grammar=grammar))
     request = make_request(
@@ -439,7 +442,8 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         request=request,
         compression=compression,
         beginning=beginning,
-        closing_id=server.texts.id_of(closing_of(server.reasoning)),
+        tags=tags,
+        closing_id=server.texts.id_of(tags.closing),
         make_calls=plan.make_parser,
     )
 

@@ -413,15 +413,13 @@ class TokenText:
         return frozenset(self._added[token] for token in self._special if token in self._added)
 
     @property
-    def symbols(self) -> frozenset[str]:
-        """Added tokens that a grammar must name by id: llguidance does not match their text."""
-        return self.special | {text for text in self._added.values() if text.startswith("<") and text.endswith(">")}
-
-    @property
-    def symbol_ids(self) -> dict[str, int]:
-        """Ids by symbol."""
-        symbols = self.symbols
-        return {text: token for token, text in self._added.items() if text in symbols}
+    def symbols(self) -> dict[str, int]:
+        """Ids of added tokens, by their text, that a grammar must name by id: llguidance does not match their text."""
+        return {
+            text: token
+            for token, text in self._added.items()
+            if token in self._special or (text.startswith("<") and text.endswith(">"))
+        }
 
     def id_of(self, text: str) -> int | None:
         """The added token with this text; None if there is none."""

@@ -25,7 +25,7 @@ from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailab
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.prompt_compression import CompressionService
 from snapstream.server.http.requests import Admission, EventStream, RequestContext, run_until_disconnect
-from snapstream.server.openai.answer_reader import CHANNEL, CLOSING, OPENING, THOUGHT_END, choose_reasoning
+from snapstream.server.openai.answer_reader import choose_reasoning, has_special_tags
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
 from snapstream.server.openai.tool_formats import choose_format
@@ -216,9 +216,7 @@ class ServerState(Admission):
         self.call_format = choose_format(settings.tool_parser, template)
         self.reasoning = choose_reasoning(settings.reasoning_parser, template)
         # Answers keep special tokens if the tags of reasoning are special tokens.
-        self.shows_special = self.reasoning != "none" and bool(
-            self.texts.special & {OPENING, CLOSING, CHANNEL, THOUGHT_END}
-        )
+        self.shows_special = has_special_tags(self.reasoning, self.texts.special)
         self.template = template
         self.template_has_tools = "tools" in template  # templates render tools from this variable
         self._grammars: GrammarChecker | None = None

@@ -402,7 +402,7 @@ def plan_answer(
         tools_of(body, call_format, template_has_tools=template_has_tools),
         read_structured_output(body, body.response_format),
     )
-    symbols = texts.symbol_ids
+    symbols = texts.symbols
     if not tools.functions or tools.is_off:
         return AnswerPlan(grammar=answer, grammar_param=param, has_tools=not tools.is_off)
     if call_format is None:

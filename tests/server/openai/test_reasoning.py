@@ -16,7 +16,8 @@ from snapstream.server.app import make_app
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.openai.answer_reader import (
     CLOSING,
-    OPENING,
+    TAGS,
+    THINK,
     AnswerReader,
     AnswerStart,
     CallPiece,
@@ -24,17 +25,17 @@ from snapstream.server.openai.answer_reader import (
     HarmonySplitter,
     Reasoning,
     ReasoningSplitter,
+    Tags,
     ToolCallParser,
     allow_reasoning,
     choose_reasoning,
-    closing_of,
     effort_arguments,
     find_answer_start,
 )
 from snapstream.server.openai.tool_format import Function
 from snapstream.server.openai.tool_formats import FORMATS, choose_format
 from snapstream.server.openai.tools import calls_or_answer, forced_calls
-from snapstream.server.options import ServerSettings
+from snapstream.server.options import ReasoningParser, ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import FinishReason, Grammar
 from tests.server.app_client import HI, AppClient, error_of, frames
@@ -69,14 +70,18 @@ TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "
         (INSIDE, "</think>b", "", "b"),
         (LIKELY, "a</think>b", "a", "b"),
         (LIKELY, "<thi", "<thi", ""),
-        (AnswerStart.THOUGHT, "<|channel>thought\nLet me <see.\n<channel|>Hello.", "Let me <see.", "Hello."),
-        (AnswerStart.THOUGHT, "<|channel>thought\n<channel|>Hello.", "", "Hello."),
-        (AnswerStart.THOUGHT, "Hello. <channel|>", "", "Hello. <channel|>"),
+        (OPEN, "[THINK]a</think>[/THIN[/THINK]b", "a</think>[/THIN", "b"),
+        (OPEN, "<mm:think>a</think>b</mm:think>\n\nc", "a</think>b", "c"),
+        (OPEN, "<mm:thin>a", "", "<mm:thin>a"),
+        (OPEN, "<|channel>thought\nLet me <see.\n<channel|>Hello.", "Let me <see.", "Hello."),
+        (OPEN, "<|channel>thought\n<channel|>Hello.", "", "Hello."),
+        (OPEN, "<|channel>thou", "", "<|channel>thou"),
     ],
 )
 def test_pieces_of_every_size_read_the_same(beginning: AnswerStart, text: str, thought: str, answer: str) -> None:
+    tags = next((tags for tags in TAGS.values() if text.lstrip().startswith(tags.opening or "?")), THINK)
     for size in range(1, len(text) + 2):
-        parser = ReasoningSplitter(beginning)
+        parser = ReasoningSplitter(beginning, tags)
         gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
         gains.append(parser.finish())
         assert ("".join(one for one, _ in gains), "".join(one for _, one in gains)) == (thought, answer), size
@@ -90,7 +95,7 @@ HARMONY = (
     "message.tool_calls[0].function.arguments | tojson }}<|call|>{% else %}<|message|>{{ message.content }}<|end|>"
     "{% endif %}{% endfor %}{% if tools %}tools{% endif %}<|start|>assistant"
 )
-TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
+HARMONY_TAGS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
 NEXT = "<|end|><|start|>assistant"
 MARK = "<|channel|>commentary to=functions.get<|message|>"
 
@@ -129,7 +134,7 @@ def test_channels_stream_and_are_counted() -> None:
               "<|channel|>", "commentary", " to=functions.get", " <|constrain|>", "json", "<|message|>", '{"a"', ": 1}",
               "<|call|>"]  # fmt: skip
     calls = ToolCallParser(FORMATS["harmony"], (Function(name="get", parameters={}),))
-    reader, events = AnswerReader(AnswerStart.HARMONY, None, calls), []
+    reader, events = AnswerReader(AnswerStart.HARMONY, TAGS["harmony"], None, calls), []
     for index, piece in enumerate(pieces):
         reason = FinishReason.STOP if index == len(pieces) - 1 else None
         events.append(reader.take(SampleDelta(index=0, token_ids=(index,), text=piece, finish_reason=reason)))
@@ -159,11 +164,18 @@ def test_where_an_answer_begins() -> None:
     assert find_answer_start("qwen3", "...<|assistant|>") is OPEN
     assert find_answer_start("deepseek_r1", "...<|assistant|>") is LIKELY
     assert find_answer_start("none", "...<think>\n") is ANSWER
-    gemma = TURNS + "{{ '<|channel>thought\n<channel|>' }}"
-    assert choose_reasoning("auto", gemma) == "gemma4" and closing_of("gemma4") == "<channel|>"
-    assert find_answer_start("gemma4", "...<|turn>model\n") is AnswerStart.THOUGHT
-    assert find_answer_start("gemma4", "...<|turn>model\n<|channel>thought\n<channel|>") is ANSWER
-    assert find_answer_start("gemma4", "...", "so") is ANSWER
+
+
+@pytest.mark.parametrize("parser", ["gemma4", "minimax_m3", "mistral"])
+def test_where_answers_with_other_tags_begin(parser: ReasoningParser) -> None:
+    opening, closing = TAGS[parser]
+    assert choose_reasoning("auto", TURNS + f"{{{{ '{opening}\n{closing}' }}}}") == parser
+    assert find_answer_start(parser, "...<think>") is OPEN
+    assert find_answer_start(parser, f"...{opening}\n") is INSIDE
+    assert find_answer_start(parser, f"...{opening}\n{closing}") is ANSWER
+    assert find_answer_start(parser, f"...{closing}") is ANSWER
+    assert find_answer_start(parser, "...", "so") is ANSWER
+    assert find_answer_start(parser, "...", f"{opening}so") is INSIDE
 
 
 def test_what_templates_hear_of_an_effort() -> None:
@@ -172,6 +184,9 @@ def test_what_templates_hear_of_an_effort() -> None:
     assert effort_arguments(HYBRID, None) == {}
     assert effort_arguments("{{ reasoning_effort }}", "none") == {"reasoning_effort": "none"}
     assert effort_arguments("{% if not thinking is defined %}", "high") == {"thinking": True}
+    assert effort_arguments("{% if thinking_mode == 'disabled' %}", "none") == {"thinking_mode": "disabled"}
+    assert effort_arguments("{% if thinking_mode == 'disabled' %}", "low") == {"thinking_mode": "enabled"}
+    assert effort_arguments("{% if thinking_mode == 'chat' %}", "none") == {}
     assert effort_arguments(TURNS, "high") == {}
 
 
@@ -277,6 +292,21 @@ def test_forced_calls_and_schemas_leave_room_to_think() -> None:
         assert [bool(grammar.preface) for grammar in grammars] == [True, True, False, False]
 
 
+@pytest.mark.parametrize("parser", ["gemma4", "minimax_m3", "mistral"])
+def test_chat_with_other_tags(parser: ReasoningParser) -> None:
+    """By the template alone, whole and streamed; a schema leaves room for the reasoning."""
+    opening, closing = TAGS[parser]
+    template = TURNS + f"{{# {opening} {closing} #}}"
+    choice, usage = whole(template, {}, f"{opening}\nLet me see.{closing}\nHello.")
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Let me see.", "Hello.")
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    assert streamed(template, {}, f"{opening}\nLet me see.{closing}\nHello.")[:2] == ("Let me see.", "Hello.")
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    engine, _ = ask(template, {"response_format": schema})
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None and f'"{closing}"' in grammar.preface
+
+
 def test_chat_by_channels() -> None:
     """By the template alone: reasoning, content and calls, whole and streamed."""
     thought, final = "<|channel|>analysis<|message|>Let me see.", "<|channel|>final<|message|>Hello wörld."
@@ -306,7 +336,7 @@ def test_channels_are_chosen_by_the_template() -> None:
     assert find_answer_start("harmony", "...<|message|>So", "So") is ANSWER
     own = copy.deepcopy(tokenizer())
     own.chat_template = HARMONY
-    own.add_special_tokens({"additional_special_tokens": list(TAGS)})
+    own.add_special_tokens({"additional_special_tokens": list(HARMONY_TAGS)})
     app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
     assert app.state.server.shows_special  # or the reader would not see the headers
     app.state.server.close()
@@ -317,15 +347,15 @@ def test_grammars_leave_room_for_channels(has_symbols: bool) -> None:
     """A schema has the header of the channel final before it, a forced call its own; both after an analysis or none."""
     own = copy.deepcopy(tokenizer())
     if has_symbols:
-        own.add_special_tokens({"additional_special_tokens": list(TAGS)})
+        own.add_special_tokens({"additional_special_tokens": list(HARMONY_TAGS)})
     app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
     texts = app.state.server.texts
     app.state.server.close()
     compiler = GrammarCompiler(lambda: tokenizer_json(own), len(own), [2])
     functions = (Function(name="get", parameters={"type": "object", "properties": {}}),)
     form, answer = FORMATS["harmony"], Grammar.regex("b+")
-    either = calls_or_answer(form, functions, texts.symbol_ids, answer, is_single=True)
-    forced = forced_calls(form, functions, texts.symbol_ids, is_single=True)
+    either = calls_or_answer(form, functions, texts.symbols, answer, is_single=True)
+    forced = forced_calls(form, functions, texts.symbols, is_single=True)
     final = "<|channel|>final<|message|>bb"
     call = "<|channel|>commentary to=functions.get <|constrain|>json<|message|>{}"
     for grammar, has_heads, right, wrong in (
@@ -341,20 +371,24 @@ def test_grammars_leave_room_for_channels(has_symbols: bool) -> None:
                 assert (matcher.fault == "") == (text in right), (text, before)
 
 
-def test_room_for_names_added_tokens_as_symbols() -> None:
+@pytest.mark.parametrize("tags", [THINK, TAGS["mistral"], TAGS["minimax_m3"]])
+def test_room_for_names_added_tokens_as_symbols(tags: Tags) -> None:
     own = copy.deepcopy(tokenizer())
-    own.add_tokens([AddedToken(OPENING, special=False), AddedToken(CLOSING, special=False)])
+    opening, closing = tags
+    own.add_tokens([AddedToken(tag, special=tag.startswith("[")) for tag in tags])
+    if tags[0].startswith("["):  # a special token needs no angle brackets
+        own.add_special_tokens({"additional_special_tokens": list(tags)})
     app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
     symbols = app.state.server.texts.symbols
     app.state.server.close()
-    assert {OPENING, CLOSING} <= symbols
+    assert set(tags) <= set(symbols)
     compiler = GrammarCompiler(lambda: tokenizer_json(own), len(own), [2])
-    for beginning, begun in ((INSIDE, ""), (LIKELY, OPENING), (LIKELY, ""), (OPEN, OPENING), (OPEN, None)):
-        matcher = compiler.matcher(allow_reasoning(Grammar.regex("a"), beginning, symbols))
-        text = "a" if begun is None else f"{begun}so\n{CLOSING}\n\na"
+    for beginning, begun in ((INSIDE, ""), (LIKELY, opening), (LIKELY, ""), (OPEN, opening), (OPEN, None)):
+        matcher = compiler.matcher(allow_reasoning(Grammar.regex("a"), beginning, symbols, tags=tags))
+        text = "a" if begun is None else f"{begun}so\n{closing}\n\na"
         for token in own(text, add_special_tokens=False)["input_ids"]:
             matcher.take(token)
         assert not matcher.fill(np.zeros(compiler.num_words, dtype=np.int32)) and matcher.fault == "", beginning
-    assert f'"{CLOSING}"' not in allow_reasoning(Grammar.regex("a"), OPEN, symbols).preface
-    assert f'"{CLOSING}"' in allow_reasoning(Grammar.regex("a"), OPEN, ()).preface
-    assert allow_reasoning(Grammar.regex("a"), ANSWER, ()) == Grammar.regex("a")
+    assert f'"{closing}"' not in allow_reasoning(Grammar.regex("a"), OPEN, symbols, tags=tags).preface
+    assert f'"{closing}"' in allow_reasoning(Grammar.regex("a"), OPEN, {}, tags=tags).preface
+    assert allow_reasoning(Grammar.regex("a"), ANSWER, {}) == Grammar.regex("a")

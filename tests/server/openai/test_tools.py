@@ -268,7 +268,7 @@ def test_what_is_forced_is_read_back(name: str, has_symbols: bool) -> None:
     special = FORMATS[name].tags if has_symbols else ()
     if has_symbols and not special:
         pytest.skip("it has no tags")
-    symbols = TokenText(tokens(*special)).symbol_ids
+    symbols = TokenText(tokens(*special)).symbols
     assert set(special) <= set(symbols)
     grammar = forced_calls(FORMATS[name], (TOOL_FORCING_GET, NOW), symbols, is_single=False)
     seen = set()
@@ -332,7 +332,7 @@ TEXT = Function(
 @pytest.mark.parametrize("has_symbols", [False, True])
 def test_the_form_of_a_forced_call(name: str, call: str, has_symbols: bool) -> None:
     special = tuple(tag for tag in FORMATS[name].tags if tag != "[ARGS]") if has_symbols else ()
-    symbols = TokenText(tokens(*special)).symbol_ids
+    symbols = TokenText(tokens(*special)).symbols
     grammar = forced_calls(FORMATS[name], (TEXT,), symbols, is_single=True)
     assert accepts(grammar, call, *special)
     assert not accepts(grammar, "say", *special)
@@ -342,7 +342,7 @@ def test_the_form_of_a_forced_call(name: str, call: str, has_symbols: bool) -> N
 
 def test_mistral_writes_the_newer_form_where_the_vocabulary_has_it() -> None:
     special = FORMATS["mistral"].tags
-    grammar = forced_calls(FORMATS["mistral"], (TEXT,), TokenText(tokens(*special)).symbol_ids, is_single=False)
+    grammar = forced_calls(FORMATS["mistral"], (TEXT,), TokenText(tokens(*special)).symbols, is_single=False)
     assert accepts(grammar, '[TOOL_CALLS]say[ARGS]{"text":"a"}[TOOL_CALLS]say[ARGS]{"text":"b"}', *special)
 
 
@@ -374,7 +374,7 @@ def test_a_custom_tool_with_a_grammar(name: str) -> None:
 def test_calls_that_are_offered_follow_their_schemas(name: str) -> None:
     """Text is free; what begins like a call is one of a known function, with arguments by its schema."""
     special = FORMATS[name].tags
-    symbols = TokenText(tokens(*special)).symbol_ids
+    symbols = TokenText(tokens(*special)).symbols
     grammar = offered_calls(FORMATS[name], (TOOL_FORCING_GET, NOW), symbols, is_single=False)
     assert offered_calls(FORMATS[name], (TOOL_FORCING_GET,), {}, is_single=False) is None
     # Calls of the first may begin without a tag; in harmony text has headers, too.
