@@ -56,12 +56,14 @@ class Tags(NamedTuple):
 
     opening: str
     closing: str
+    of_answer: tuple[str, ...] = ()  # around the answer, which is given without them
 
 
-OPENING, CLOSING = THINK = Tags("<think>", "</think>")
+THINK = Tags(OPENING := "<think>", CLOSING := "</think>")
 TAGS: dict[ReasoningParser, Tags] = {
     "qwen3": THINK,
     "deepseek_r1": THINK,
+    "cohere": Tags("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|END_RESPONSE|>")),
     "gemma4": Tags("<|channel>thought", "<channel|>"),  # a token and a word
     "minimax_m3": Tags("<mm:think>", "</mm:think>"),
     "mistral": Tags("[THINK]", "[/THINK]"),
@@ -279,14 +281,15 @@ def choose_reasoning(wanted: ReasoningParser, chat_template: str) -> ReasoningPa
         return wanted
     if CHANNEL in chat_template and MESSAGE in chat_template:
         return "harmony"
-    known: tuple[ReasoningParser, ...] = ("gemma4", "minimax_m3", "mistral")
+    known: tuple[ReasoningParser, ...] = ("cohere", "gemma4", "minimax_m3", "mistral")
     found = next((parser for parser in known if TAGS[parser].closing in chat_template), None)
     return found or ("qwen3" if OPENING in chat_template or CLOSING in chat_template else "none")
 
 
 def has_special_tags(parser: ReasoningParser, special: Collection[str]) -> bool:
     """Whether a tag of reasoning is a special token, which the text of answers must keep."""
-    return any(tag in special for tag in TAGS[parser])
+    tags = TAGS[parser]
+    return any(tag in special for tag in (tags.opening, tags.closing, *tags.of_answer))
 
 
 def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None = None) -> AnswerStart:
@@ -295,7 +298,7 @@ def find_answer_start(parser: ReasoningParser, prompt: str, prefix: str | None =
         return AnswerStart.ANSWER
     if parser == "harmony":
         return AnswerStart.HARMONY if prefix is None else AnswerStart.ANSWER  # an answer that is continued is final
-    opening, closing = TAGS[parser]
+    opening, closing, _ = TAGS[parser]
     if prefix is not None:
         return AnswerStart.INSIDE if prefix.rfind(opening) > prefix.rfind(closing) else AnswerStart.ANSWER
     prompt = prompt.rstrip()
@@ -334,7 +337,7 @@ def allow_reasoning(
     grammar: Grammar, beginning: AnswerStart, symbols: Mapping[str, int], *, tags: Tags = THINK, has_heads: bool = False
 ) -> Grammar:
     """The grammar with reasoning before it. ``symbols``: ``TokenText.symbols``. ``has_heads``: see ``AnswerPlan``."""
-    if beginning is AnswerStart.ANSWER:
+    if beginning is AnswerStart.ANSWER and not tags.of_answer:
         return grammar
     write = GrammarBuilder(symbols).text
     if beginning is AnswerStart.HARMONY:
@@ -342,17 +345,20 @@ def allow_reasoning(
         final = "" if has_heads else " " + write(f"{CHANNEL}final{MESSAGE}")
         return replace(grammar, preface=f"preface: analysis?{final}\nanalysis: {analysis}\nTEXT: /(.|\\n)*/\n")
     opening, closing = write(tags.opening), write(tags.closing)
-    rules = {
-        AnswerStart.INSIDE: "preface: reasoning GAP",
-        AnswerStart.LIKELY: f"preface: ({opening})? reasoning GAP",
-        AnswerStart.OPEN: f"preface: begun?\nbegun: {opening} reasoning GAP",
+    head = f"({write(tags.of_answer[0])})?" if tags.of_answer else ""
+    if beginning is AnswerStart.ANSWER:
+        return replace(grammar, preface=f"preface: {head}\n")
+    parts = {
+        AnswerStart.INSIDE: "reasoning GAP",
+        AnswerStart.LIKELY: f"({opening})? reasoning GAP",
+        AnswerStart.OPEN: f"({opening} reasoning GAP)?",
     }
     reasoning = (
         f"reasoning: TEXT {closing}\nTEXT: /(.|\\n)*/"
         if tags.closing in symbols
         else f"reasoning[suffix={closing}]: /(.|\\n)*/"
     )
-    return replace(grammar, preface=f"{rules[beginning]}\n{reasoning}\nGAP: /[ \\n]{{0,4}}/\n")
+    return replace(grammar, preface=f"preface: {parts[beginning]} {head}\n{reasoning}\nGAP: /[ \\n]{{0,4}}/\n")
 
 
 class _Splitter:
@@ -388,7 +394,7 @@ class ReasoningSplitter(_Splitter):
     def __init__(self, beginning: AnswerStart, tags: Tags = THINK) -> None:
         super().__init__(self._after if beginning is AnswerStart.ANSWER else self._begin)
         self._beginning = beginning
-        self._opening, self._closing = tags
+        self._opening, self._closing, self._of_answer = tags
         self._has_reasoning = False
 
     @property
@@ -442,9 +448,13 @@ class ReasoningSplitter(_Splitter):
         return True
 
     def _after(self) -> bool:
-        if self._text:
-            self._answer.append(self._text)
-        self._text = ""
+        for tag in self._of_answer:
+            self._text = self._text.replace(tag, "")
+        num_held = 0 if self._is_over else overlap(self._text, self._of_answer)  # may start a tag
+        end = len(self._text) - num_held
+        if end:
+            self._answer.append(self._text[:end])
+        self._text = self._text[end:]
         return False
 
 

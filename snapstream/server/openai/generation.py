@@ -423,10 +423,11 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
             body.prediction.text, server.metadata.max_model_len, add_special_tokens=False, param="prediction"
         )
         options = replace(options, sampling=replace(options.sampling, prediction=predicted))
-    if plan.grammar is not None and beginning is not AnswerStart.ANSWER:
+    if plan.grammar is not None:
         grammar = allow_reasoning(plan.grammar, beginning, server.texts.symbols, tags=tags, has_heads=plan.has_heads)
-        await server.require_grammar(grammar, plan.grammar_param)
-        options = replace(options, sampling=replace(options.sampling, grammar=grammar))
+        if grammar is not plan.grammar:
+            await server.require_grammar(grammar, plan.grammar_param)
+            options = replace(options, sampling=replace(options.sampling, grammar=grammar))
     request = make_request(
         answer_id,
         ids,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 from typing import Any
 
 import httpx
@@ -75,11 +76,15 @@ TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "
         (OPEN, "<mm:thin>a", "", "<mm:thin>a"),
         (OPEN, "<|channel>thought\nLet me <see.\n<channel|>Hello.", "Let me <see.", "Hello."),
         (OPEN, "<|channel>thought\n<channel|>Hello.", "", "Hello."),
-        (OPEN, "<|channel>thou", "", "<|channel>thou"),
+        (OPEN, "Hello. <channel|>", "", "Hello. <channel|>"),
+        (OPEN, "<|START_THINKING|>a<|END_THINKING|>\n<|START_RESPONSE|>b <|END<|END_RESPONSE|>", "a", "b <|END"),
+        (OPEN, "<|START_RESPONSE|>b<|END_RESPONSE|>", "", "b"),
+        (ANSWER, "<|START_RESPONSE|>b<|END_RES", "", "b<|END_RES"),
     ],
 )
 def test_pieces_of_every_size_read_the_same(beginning: AnswerStart, text: str, thought: str, answer: str) -> None:
-    tags = next((tags for tags in TAGS.values() if text.lstrip().startswith(tags.opening or "?")), THINK)
+    names = {"channel": "gemma4", "mm:": "minimax_m3", "[THINK]": "mistral", "RESPONSE": "cohere"}
+    tags = TAGS[next((parser for name, parser in names.items() if name in text), "qwen3")]
     for size in range(1, len(text) + 2):
         parser = ReasoningSplitter(beginning, tags)
         gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
@@ -166,9 +171,9 @@ def test_where_an_answer_begins() -> None:
     assert find_answer_start("none", "...<think>\n") is ANSWER
 
 
-@pytest.mark.parametrize("parser", ["gemma4", "minimax_m3", "mistral"])
+@pytest.mark.parametrize("parser", ["cohere", "gemma4", "minimax_m3", "mistral"])
 def test_where_answers_with_other_tags_begin(parser: ReasoningParser) -> None:
-    opening, closing = TAGS[parser]
+    opening, closing, _ = TAGS[parser]
     assert choose_reasoning("auto", TURNS + f"{{{{ '{opening}\n{closing}' }}}}") == parser
     assert find_answer_start(parser, "...<think>") is OPEN
     assert find_answer_start(parser, f"...{opening}\n") is INSIDE
@@ -288,19 +293,20 @@ def test_forced_calls_and_schemas_leave_room_to_think() -> None:
             ask(template, {**body, **extra}, tool_parser="hermes")[0].requests[0].sampling.grammar
             for template, extra in ((HYBRID, {}), (OPENED, {}), (HYBRID, {"reasoning_effort": "none"}), (TURNS, {}))
         ]
-        assert ["begun" in grammar.preface for grammar in grammars] == [True, False, False, False]
+        assert [")?" in grammar.preface for grammar in grammars] == [True, False, False, False]
         assert [bool(grammar.preface) for grammar in grammars] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("parser", ["gemma4", "minimax_m3", "mistral"])
+@pytest.mark.parametrize("parser", ["cohere", "gemma4", "minimax_m3", "mistral"])
 def test_chat_with_other_tags(parser: ReasoningParser) -> None:
     """By the template alone, whole and streamed; a schema leaves room for the reasoning."""
-    opening, closing = TAGS[parser]
+    opening, closing, _ = TAGS[parser]
     template = TURNS + f"{{# {opening} {closing} #}}"
-    choice, usage = whole(template, {}, f"{opening}\nLet me see.{closing}\nHello.")
+    answer = f"{opening}\nLet me see.{closing}\n{'Hello.'.join(TAGS[parser].of_answer) or 'Hello.'}"
+    choice, usage = whole(template, {}, answer)
     assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Let me see.", "Hello.")
     assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
-    assert streamed(template, {}, f"{opening}\nLet me see.{closing}\nHello.")[:2] == ("Let me see.", "Hello.")
+    assert streamed(template, {}, answer)[:2] == ("Let me see.", "Hello.")
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     engine, _ = ask(template, {"response_format": schema})
     grammar = engine.requests[0].sampling.grammar
@@ -374,18 +380,21 @@ def test_grammars_leave_room_for_channels(has_symbols: bool) -> None:
 @pytest.mark.parametrize("tags", [THINK, TAGS["mistral"], TAGS["minimax_m3"]])
 def test_room_for_names_added_tokens_as_symbols(tags: Tags) -> None:
     own = copy.deepcopy(tokenizer())
-    opening, closing = tags
-    own.add_tokens([AddedToken(tag, special=tag.startswith("[")) for tag in tags])
-    if tags[0].startswith("["):  # a special token needs no angle brackets
-        own.add_special_tokens({"additional_special_tokens": list(tags)})
+    opening, closing, of_answer = tags
+    added = [opening, closing, *of_answer]
+    if opening.startswith("["):  # a special token needs no angle brackets
+        own.add_special_tokens({"additional_special_tokens": added})
+    else:
+        own.add_tokens([AddedToken(tag, special=False) for tag in added])
     app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
     symbols = app.state.server.texts.symbols
     app.state.server.close()
-    assert set(tags) <= set(symbols)
+    assert set(added) <= set(symbols)
     compiler = GrammarCompiler(lambda: tokenizer_json(own), len(own), [2])
-    for beginning, begun in ((INSIDE, ""), (LIKELY, opening), (LIKELY, ""), (OPEN, opening), (OPEN, None)):
+    starts = ((INSIDE, ""), (LIKELY, opening), (LIKELY, ""), (OPEN, opening), (OPEN, None), (ANSWER, None))
+    for (beginning, begun), head in itertools.product(starts, ("", *of_answer[:1])):
         matcher = compiler.matcher(allow_reasoning(Grammar.regex("a"), beginning, symbols, tags=tags))
-        text = "a" if begun is None else f"{begun}so\n{closing}\n\na"
+        text = f"{head}a" if begun is None else f"{begun}so\n{closing}\n\n{head}a"
         for token in own(text, add_special_tokens=False)["input_ids"]:
             matcher.take(token)
         assert not matcher.fill(np.zeros(compiler.num_words, dtype=np.int32)) and matcher.fault == "", beginning
