@@ -227,6 +227,7 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
         (model.has_uneven_layers, f"has layers that differ in their heads, {unsupported}"),
         (model.has_parallel_recurrence, f"has attention and recurrence side by side in a layer, {unsupported}"),
         (model.has_chunks, f"has chunked attention, {unsupported}"),
+        (model.index_topk is not None, f"has an indexer of sparse attention, {unsupported}"),
         (model.has_sinks, f"has learned attention sinks, {unsupported}"),
         (model.score_cap is not None, f"has a cap of attention scores, {unsupported}"),
         (spec.values_are_keys, "keeps latents in the engine, which a cache of transformers does not see"),
