@@ -45,7 +45,7 @@ ARCHITECTURES = {
     "GraniteMoeSharedForCausalLM": "granitemoe", "ExaoneMoeForCausalLM": "exaone-moe", "AfmoeForCausalLM": "afmoe",
     "Step3p7ForConditionalGeneration": "step35", "LagunaForCausalLM": "laguna",
     "MuseGlimmerForConditionalGeneration": "muse-glimmer", "Llama4ForCausalLM": "llama4",
-    "HunYuanMoEV1ForCausalLM": "hunyuan-moe",
+    "HunYuanMoEV1ForCausalLM": "hunyuan-moe", "FalconH1ForCausalLM": "falcon-h1",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
 NAMED_AS = {
@@ -102,6 +102,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "laguna-panels": {}, "muse-glimmer": {"post_norm_eps": 1e-8}, "muse-glimmer-panels": _MUSE,
     "llama4": _LLAMA4, "llama4-panels": {**_LLAMA4, "num_hidden_layers": 4},
     "hunyuan-moe": {}, "hunyuan-moe-panels": {}, "solar-open": {},
+    "falcon-h1": {}, "falcon-h1-panels": {}, "falcon-h1-norm": {"tie_word_embeddings": False},
 }  # fmt: skip
 PERMUTED = ("llama", "muse-glimmer", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
 OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35")  # norms have 1 added
@@ -175,6 +176,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             scale = settings["qk_scale_factor"] if projection == "q_proj" else 1.0
             own = f"blk.{name.split('.')[2]}.attn_{projection[0]}_norm.weight"
             found[own] = np.full(settings["head_dim"], scale, dtype=np.float32)
+        if arch == "falcon-h1":
+            numbers = numbers * falcon_multiplier(name, settings)
         if arch == "gpt-oss" and ".experts." in name:
             found |= experts_of(name, numbers)
             continue
@@ -183,6 +186,25 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             assert mapped is not None or own.startswith("blk."), name
             found[(mapped or own) + ".weight" * name.endswith("sinks")] = part
     return found | {name: np.stack([own[at] for at in range(len(own))]) for name, own in experts.items()}
+
+
+def falcon_multiplier(name: str, settings: dict[str, Any]) -> np.ndarray[Any, Any] | np.float32:
+    """What llama.cpp's converter multiplies a tensor of Falcon-H1 with."""
+    of = {part: settings[f"{part}_multiplier"] for part in
+          ("embedding", "lm_head", "attention_in", "attention_out", "key", "ssm_in", "ssm_out")}  # fmt: skip
+    gate, down = settings["mlp_multipliers"] or (1.0, 1.0)
+    scales = {
+        "embed_tokens": of["embedding"], "lm_head": of["lm_head"], "q_proj": of["attention_in"],
+        "k_proj": of["attention_in"] * of["key"], "v_proj": of["attention_in"], "o_proj": of["attention_out"],
+        "gate_proj": gate, "down_proj": down, "out_proj": of["ssm_out"],
+    }  # fmt: skip
+    projection = name.split(".")[-2]
+    if projection != "in_proj":
+        return np.float32(scales.get(projection, 1.0))
+    inner, states = settings["mamba_d_ssm"], settings["mamba_n_groups"] * settings["mamba_d_state"]
+    sizes = (inner, inner, states, states, settings["mamba_n_heads"])
+    rows: np.ndarray[Any, Any] = np.repeat(settings["ssm_multipliers"] or [1.0] * 5, sizes) * of["ssm_in"]
+    return rows[:, None].astype(np.float32)
 
 
 def parts_of(
@@ -414,6 +436,9 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     heads, head_dim, layers = settings["num_attention_heads"], settings["head_dim"], settings["num_hidden_layers"]
     found |= {"block_count": layers, "attention.key_length": head_dim, "attention.value_length": head_dim}
     kv_heads, kinds = settings.get("num_key_value_heads", heads), settings.get("layer_types") or []
+    if arch == "falcon-h1":
+        found.pop("embedding_scale")
+        found["ssm.inner_size"] = settings["mamba_d_ssm"]
     if arch in ("lfm2", "lfm2moe", "granitehybrid"):
         kv_heads = [kv_heads if "attention" in kind and "linear" not in kind else 0 for kind in kinds]
     found["attention.head_count_kv"] = kv_heads
@@ -546,7 +571,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         if arch == "qwen35moe":  # as newer files do
             found["attention.recurrent_layers"] = [kind == "linear_attention" for kind in kinds]
         found["rope.dimension_sections"] = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]
-    if "mamba_expand" in settings:
+    if "mamba_expand" in settings and arch != "falcon-h1":
         found["ssm.inner_size"] = settings["mamba_expand"] * settings["hidden_size"]
         found["rope.scaling.finetuned"] = settings["position_embedding_type"] == "rope"
         if not settings["num_local_experts"]:

@@ -152,16 +152,22 @@ def _delta(model: Model, own: Settings, settings: Settings) -> Settings:
     }  # fmt: skip
 
 
+def _mamba(model: Model, own: Settings, settings: Settings) -> Settings:
+    heads = own["ssm.time_step_rank"]
+    return {
+        "mamba_n_heads": heads, "mamba_d_head": own["ssm.inner_size"] // heads, "mamba_d_ssm": own["ssm.inner_size"],
+        "mamba_n_groups": own["ssm.group_count"], "mamba_d_state": own["ssm.state_size"],
+        "mamba_d_conv": own["ssm.conv_kernel"], "mamba_conv_bias": model.has("ssm_conv1d.bias"),
+        "mamba_proj_bias": model.has("ssm_in.bias"), "mamba_rms_norm": model.has("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }  # fmt: skip
+
+
 def _granite_hybrid(model: Model, own: Settings, settings: Settings) -> Settings:
     """``rope.scaling.finetuned`` says here whether heads are rotated."""
-    inner, heads, hidden = own["ssm.inner_size"], own["ssm.time_step_rank"], settings["hidden_size"]
     shared = model.tensors.get("blk.0.ffn_gate_shexp.weight") or model.tensors.get("blk.0.ffn_gate.weight")
-    names = "".join(model.tensors)
-    return {
-        "mamba_n_heads": heads, "mamba_d_head": inner // heads, "mamba_expand": inner // hidden,
-        "mamba_n_groups": own["ssm.group_count"], "mamba_d_state": own["ssm.state_size"],
-        "mamba_d_conv": own["ssm.conv_kernel"], "mamba_conv_bias": "ssm_conv1d.bias" in names,
-        "mamba_proj_bias": "ssm_in.bias" in names,
+    return _mamba(model, own, settings) | {
+        "mamba_expand": own["ssm.inner_size"] // settings["hidden_size"],
         "position_embedding_type": "rope" if own.get("rope.scaling.finetuned", True) else "nope",
         "shared_intermediate_size": shared.shape[0] if shared else settings["intermediate_size"],
     }  # fmt: skip
@@ -383,6 +389,10 @@ _DELTA_NAMES = {
     "ssm_dt.bias": "linear_attn.dt_bias", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj", **_QWEN_SHARED,
 }  # fmt: skip
+_MAMBA_NAMES = {
+    "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias", "ssm_a": f"mamba{_LOG}",
+    "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
+}  # fmt: skip
 _LFM_NAMES = {
     "attn_norm": "operator_norm", "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
     "attn_k_norm": "self_attn.k_layernorm", "ffn_norm": "ffn_norm", "ffn_gate": "feed_forward.w1",
@@ -587,9 +597,7 @@ ARCHITECTURES = {
         name="GraniteMoeHybridForCausalLM",
         fields=_GRANITE_MOE_FIELDS,
         layer_names={
-            "ssm_in": "mamba.in_proj", "ssm_conv1d": "mamba.conv1d", "ssm_dt.bias": "mamba.dt_bias",
-            "ssm_a": f"mamba{_LOG}", "ssm_d": "mamba.D", "ssm_norm": "mamba.norm", "ssm_out": "mamba.out_proj",
-            "ffn_down": "shared_mlp.output_linear", "ffn_down_shexp": "shared_mlp.output_linear",
+            **_MAMBA_NAMES, "ffn_down": "shared_mlp.output_linear", "ffn_down_shexp": "shared_mlp.output_linear",
             "ffn_gate_inp": "block_sparse_moe.router.layer",
         },
         settings={"num_local_experts": 0},
@@ -597,6 +605,15 @@ ARCHITECTURES = {
         layer_types=("mamba", "attention"),
         has_split_gates=True,
         complete=_granite_hybrid,
+    ),
+    "falcon-h1": Architecture(  # the multipliers of config.json are in the weights
+        name="FalconH1ForCausalLM",
+        layer_names={
+            **_MAMBA_NAMES, **dict.fromkeys(("ffn_norm", "ffn_norm.weight"), "pre_ff_layernorm.weight"),
+            **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        },
+        outer_names={"output_norm": "model.final_layernorm"},
+        complete=_mamba,
     ),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,

@@ -200,8 +200,8 @@ _LLAMA3, _QWEN2, _GPT4 = (_words("{1,3}"),), (_words(""),), (_cased(f"{_SUFFIXES
 _QWEN35 = (_QWEN2[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),)
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
-    "falcon3": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "smaug-bpe": _LLAMA3, "dbrx": _LLAMA3,
-    "qwen35": _QWEN35, "starcoder": (_DIGITS, _GPT2), "refact": (_DIGITS, _GPT2), "seed-coder": _SEED,
+    "falcon3": _LLAMA3, "falcon-h1": _LLAMA3, "pixtral": _LLAMA3, "lfm2": _LLAMA3, "smaug-bpe": _LLAMA3,
+    "dbrx": _LLAMA3, "qwen35": _QWEN35, "starcoder": (_DIGITS, _GPT2), "refact": (_DIGITS, _GPT2), "seed-coder": _SEED,
     "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2,
     "hunyuan": _QWEN2, "deepseek-v3": _DEEPSEEK, "gpt-2": (_GPT2,), "olmo": (_GPT2,), "smollm": (_DIGITS, _GPT2),
     "tekken": (_cased("", ""),), "gpt-4o": _GPT4, "minimax-m2": _GPT4, "youtu": _YOUTU,
@@ -211,7 +211,7 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "glm5": _LLAMA3, "llama4": _GPT4, "solar-open": _QWEN2, "stablelm2": _QWEN2, "phi-2": (_GPT2,),
     "afmoe": _AFMOE, "laguna": (r"\n+", *_QWEN2),
 }  # fmt: skip
-_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
+_BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
 _WHOLE_TOKENS = (
     *_BEGIN,
     "gpt-4o",

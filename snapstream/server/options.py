@@ -25,7 +25,9 @@ TOOL_PARSERS = (
     "deepseek_v31", "kimi_k2", "mistral", "harmony", "minimax_m2", "minimax_m3", "cohere", "nemotron", "gemma4",
 )  # fmt: skip
 Role = Literal["both", "prefill", "decode"]
-ReasoningParser = Literal["auto", "deepseek_r1", "qwen3", "harmony", "cohere", "gemma4", "minimax_m3", "mistral", "none"]
+ReasoningParser = Literal[
+    "auto", "deepseek_r1", "qwen3", "harmony", "cohere", "gemma4", "minimax_m3", "mistral", "none"
+]  # fmt: skip
 KEY_VARIABLE, ADMIN_VARIABLE = "SNAPSTREAM_API_KEY", "SNAPSTREAM_ADMIN_KEY"
 MIB = 2**20
 STREAM_INTERVAL_MS = 2.0

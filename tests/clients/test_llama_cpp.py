@@ -108,7 +108,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {**_LATENT, "q_lora_rank": 20, "n_group": 1, "topk_group": 1, "topk_method": "greedy"},
     "deepseek-v3.2": {**_LATENT, **_SPARSE, "n_group": 1, "topk_group": 1}, "glm-5": {**_LATENT, **_SPARSE},
     "arcee": {"attention_bias": False}, "llama4": {"attention_bias": False}, "hunyuan-moe": {"attention_bias": False},
-    "laguna": {"rope_parameters": _LAGUNA}, 
+    "laguna": {"rope_parameters": _LAGUNA}, "falcon-h1-norm": {"mamba_conv_bias": True},
     "exaone-moe": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "nemotron-h": {"use_bias": False}, "starcoder2-plain": {"use_bias": True}, "minitron": {"head_dim": 12},
     "nemotron-3": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "use_conv_bias": True},

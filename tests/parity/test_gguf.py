@@ -234,6 +234,8 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
      {"q": INT8, "q_a": INT8, "kv_b": "float32", "experts_down": INT8}),
     ("granite-hybrid-moe", "Q4_0", {"mamba_d_head": 128, "mamba_n_heads": 6, "intermediate_size": 64,
      "shared_intermediate_size": 96}, {"mamba_in": INT4, "mamba_out": INT4, "shared_gate_up": INT4, "qkv": INT4}),
+    ("falcon-h1", "Q8_0", {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32},
+     {"mamba_in": INT8, "mamba_out": INT8, "qkv": INT8, "gate_up": INT8, "down": INT8}),
     ("lfm2-moe", "Q8_0", EXPERTS, {"conv_in": INT8, "experts_gate_up": INT8, "qkv": INT8}),
     ("phi3-window", "IQ4_NL", {}, {"qkv": INT8, "gate_up": INT8}),
     ("glm4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "experts_gate_up": INT4, "shared_down": INT4}),
