@@ -41,8 +41,8 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # (21), Llama 4 (149), LayerNorm with biases and five families that have it (150), Phi-3.5-MoE (84), LayerNorm of heads
 # (17), GGUF of 20 more architectures (233, a file), reads from disk
 # that wait for steps in flight (17), rounded inputs of files that mix formats (24), MiniMax M3 and Step 3.5 with
-# clamps of some layers (218), M3's tool calls (66), GGUF of seven more architectures and six tokenizers (129), reasoning
-# between tags of four families (25).
+# clamps of some layers (218), M3's tool calls (66), GGUF of seven more architectures and six tokenizers (129),
+# reasoning between tags of four families (25).
 # A module with one importer lives in that importer, unless it is an entry point, an optional dependency or an entry of
 # a registry.
 COUNTS = {
