@@ -64,7 +64,7 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "minimax-m3-panels"])
 def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     check(two, looped(checkpoint(name), experts=experts))
 

@@ -128,7 +128,8 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["deepseek-v3", "qwen3-moe", "qwen2-moe", "glm4", "glm4-moe", "gpt-oss", "ernie-moe-halves", "kolibri-panels",
-     "cohere2-moe", "axk1", "flint-panels", "hunyuan-moe", "afmoe-panels", "laguna-full", "phimoe-panels"],
+     "cohere2-moe", "axk1", "flint-panels", "hunyuan-moe", "afmoe-panels", "laguna-full", "phimoe-panels",
+     "minimax-m3-panels"],
 )  # fmt: skip
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
