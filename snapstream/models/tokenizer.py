@@ -212,14 +212,8 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "afmoe": _AFMOE, "laguna": (r"\n+", *_QWEN2),
 }  # fmt: skip
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
-_WHOLE_TOKENS = (
-    *_BEGIN,
-    "gpt-4o",
-    "llama4",
-    "glm4",
-    "glm5",
-    "youtu",
-)  # a piece that is a token is not merged from its letters
+# A piece that is a token is not merged from its letters.
+_WHOLE_TOKENS = (*_BEGIN, "gpt-4o", "llama4", "glm4", "glm5", "youtu")
 _NORMALIZED = ("qwen2", "qwen35", "command-r")  # to Unicode's NFC
 
 
