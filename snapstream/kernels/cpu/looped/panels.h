@@ -239,6 +239,9 @@ constexpr int MOST = 6;
 constexpr int wide(int tokens) { return W == 8 && tokens > 2 ? 2 : VECS < 4 ? VECS : 4; }
 constexpr int64_t BLOCK_K = 128;  // columns after which a tile lets the next tokens have the same weights
 constexpr int64_t AHEAD = 4096;   // bytes
+constexpr int FEW = 4;            // fewer tokens are multiplied as fast as weights arrive
+// Bytes ahead that a tile asks for. Many tokens need them later: in the second cache, where more may wait.
+constexpr int64_t ahead_of(int64_t tokens) { return tokens < FEW ? AHEAD : 2 * AHEAD; }
 
 // Tokens are packed in groups of nearly equal size: [group][column][token of the group].
 struct Groups {
@@ -296,11 +299,11 @@ struct Prefetch {
     const char* from;
     int64_t step, apart = 0;  // apart: from one panel to the other that is multiplied with it
     int64_t head = 0;
-    // Of each of P panels. Few tokens need the line soon; many would push it out of the first cache.
+    // Of each of P panels.
     template <int P, int LINES, int T>
     INLINE void ask(int64_t bytes) {
         UNROLL for (int p = 0; p < P; ++p)
-            UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(from + p * apart + i * 64, 0, T < 4 ? 3 : 2);
+            UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(from + p * apart + i * 64, 0, T < FEW ? 3 : 2);
         from += bytes;
     }
 };
@@ -366,7 +369,8 @@ INLINE void whole_panels(const Stack& stack, const char* panel, const float* x, 
                          Own own) {
     const int64_t cols = padded(stack.cols), bytes = offset<Form>(stack, cols);
     const int64_t unit = Form::HEAD ? stack.group : Form::COLS;
-    const int64_t near = std::min(cols, (AHEAD * cols / bytes + unit - 1) / unit * unit), split = cols - near;
+    const int64_t ahead = ahead_of(groups.tokens), near = std::min(cols, (ahead * cols / bytes + unit - 1) / unit * unit);
+    const int64_t split = cols - near;
     const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
     if (split)
         own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart, Form::HEAD});

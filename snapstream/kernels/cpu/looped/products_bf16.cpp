@@ -62,7 +62,8 @@ template <int P>
 void whole_pairs(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums,
                  PairTile own) {
     const auto* packed = reinterpret_cast<const uint32_t*>(x);
-    const int64_t cols = padded(stack.cols), near = std::min(cols, AHEAD / PairsBF16::BYTES * PairsBF16::COLS);
+    const int64_t cols = padded(stack.cols), ahead = ahead_of(groups.tokens);
+    const int64_t near = std::min(cols, ahead / PairsBF16::BYTES * PairsBF16::COLS);
     const int64_t split = cols - near, apart = groups.apart ? groups.apart : stack.panel_bytes;
     if (split) own(panel, packed, split, sums, {panel + offset<PairsBF16>(stack, near), PairsBF16::BYTES, apart});
     const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;

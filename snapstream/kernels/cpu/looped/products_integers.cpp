@@ -153,7 +153,7 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
             const int32_t* from = codes + (begin * stack.cols + first * size) / stack.group * per_group;
             for (int v = 0; v < VECS; v += wide(size))
                 own(stack, weight, from, count, v, sums + begin * PANEL,
-                    once ? Prefetch{panel + AHEAD, Form::BYTES, 0, Form::HEAD}
+                    once ? Prefetch{panel + ahead_of(size), Form::BYTES, 0, Form::HEAD}
                          : share_of(next, next - weight, units, groups, group, v));
         }
     }

@@ -325,7 +325,7 @@ struct StoredHead {  // keys and values of one kv head of a row, and the scales 
 constexpr int64_t PART = 1024;                         // slots
 constexpr int64_t SCORE_LINE = PART + 16;              // so that lines of several heads do not share places of a cache
 constexpr int64_t BLOCK_BYTES = 16384;                 // of keys or values, which all heads use while they are near
-constexpr int64_t ROW_AHEAD = 4096;                    // bytes
+constexpr int64_t ROW_AHEAD = 8192;                    // bytes
 constexpr int HEADS_AT_ONCE = W == 16 ? 4 : W == 8 ? 3 : 2;  // for which there are registers
 constexpr int SLOTS_AT_ONCE = 4, COLUMNS_AT_ONCE = 4;  // vectors of different slots; of one slot
 
