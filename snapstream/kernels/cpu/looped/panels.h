@@ -245,8 +245,8 @@ constexpr int64_t ahead_of(int64_t tokens) { return tokens < FEW ? AHEAD : 2 * A
 
 // Tokens are packed in groups of nearly equal size: [group][column][token of the group].
 struct Groups {
-    explicit Groups(int64_t tokens, const char* next = nullptr, int64_t apart = 0)
-        : tokens(tokens), count((tokens + MOST - 1) / MOST), next(next), apart(apart) {}
+    explicit Groups(int64_t tokens, const char* next = nullptr, int64_t apart = 0, int64_t most = MOST)
+        : tokens(tokens), count((tokens + most - 1) / most), next(next), apart(apart) {}
     int64_t begin(int64_t group) const { return tokens * group / count; }
     int64_t size(int64_t group) const { return begin(group + 1) - begin(group); }
     int64_t of(int64_t token) const {

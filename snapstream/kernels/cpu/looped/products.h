@@ -11,8 +11,8 @@
 
 namespace looped {
 
-// The least seconds of one panel of zeros, which lies in a cache, times so many tokens.
-double seconds_of(Product product, const Stack& stack, int64_t tokens);
+// The least seconds of one panel of zeros, which lies in a cache, times so many tokens in groups of at most `most`.
+double seconds_of(Product product, const Stack& stack, int64_t tokens, int64_t most = MOST);
 
 // -- tokens in bf16
 //
@@ -64,6 +64,9 @@ bool gains_by_int16();
 
 inline bool takes_integers(const Stack& matrix) { return takes_codes(matrix) || takes_shorts(matrix); }
 inline int64_t input_group(const Stack& matrix) { return takes_shorts(matrix) ? SHORTS_GROUP : matrix.group; }
+// How many tokens prefill packs together: as many as there are registers for, or half, if that is faster (some
+// processors need registers for the sums of the next group of columns): tried once in the life of a process.
+int64_t most_integers();
 // Words of 32 bits for four codes of a token: 2 if they are split.
 int64_t words_of_four(int64_t format);
 inline int64_t words_of_four(const Stack& matrix) { return takes_shorts(matrix) ? 2 : words_of_four(matrix.format); }

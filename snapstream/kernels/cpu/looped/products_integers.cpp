@@ -324,14 +324,14 @@ Choice& choice() {
 
 }  // namespace
 
-double seconds_of(Product product, const Stack& stack, int64_t tokens) {
+double seconds_of(Product product, const Stack& stack, int64_t tokens, int64_t most) {
     const std::vector<char> panel(stack.panel_bytes + 2 * AHEAD);
     const std::vector<float> x(tokens * 2 * stack.cols);
     std::vector<float> sums(tokens * PANEL);
     double least = std::numeric_limits<double>::infinity();
     for (int i = 0; i < 50; ++i) {
         const auto began = std::chrono::steady_clock::now();
-        product(stack, panel.data(), x.data(), Groups(tokens), sums.data());
+        product(stack, panel.data(), x.data(), Groups(tokens, nullptr, 0, most), sums.data());
         least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }
     return least;
@@ -367,6 +367,15 @@ bool gains_by_int8() {
         return seconds_of(code_products(I8).of_one, stack, 48) < seconds_of(other, stack, 48);
     }();
     return gains;
+}
+
+int64_t most_integers() {
+    static const int64_t most = [] {
+        const Stack stack = panel_of_codes();
+        const Product own = code_products(I8).of_one;
+        return seconds_of(own, stack, 48, MOST / 2) < seconds_of(own, stack, 48) ? MOST / 2 : MOST;
+    }();
+    return most;
 }
 
 int64_t choose_way(int64_t way) {

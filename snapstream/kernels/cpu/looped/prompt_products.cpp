@@ -18,18 +18,19 @@ constexpr int64_t NEAR_BYTES = 768 * 1024;  // of packed input, beside a panel a
 // The input of a matrix, packed in ranges of tokens.
 class Input {
   public:
-    Input(const Stack& matrix, int64_t tokens, float* packed) : matrix_(matrix), tokens_(tokens), packed_(packed) {
+    Input(const Stack& matrix, int64_t tokens, float* packed)
+        : matrix_(matrix), tokens_(tokens), most_(takes_integers(matrix) ? most_integers() : MOST), packed_(packed) {
         const int64_t bytes = takes_integers(matrix) ? tokens * packed_ints(matrix) * 4
             : tokens * matrix.cols * (takes_bf16(matrix) ? 2 : 4);
         const int64_t near = takes_shorts(matrix) ? 2 * NEAR_BYTES : NEAR_BYTES;  // each range rounds the weights
         const int64_t ranges = std::max<int64_t>(1, (bytes + near - 1) / near);
-        size_ = std::max<int64_t>(1, ((tokens + ranges - 1) / ranges + MOST - 1) / MOST * MOST);
+        size_ = std::max<int64_t>(1, ((tokens + ranges - 1) / ranges + most_ - 1) / most_ * most_);
     }
 
     int64_t ranges() const { return (tokens_ + size_ - 1) / size_; }
     int64_t begin(int64_t range) const { return range * size_; }
     int64_t most() const { return std::min(size_, tokens_); }
-    Groups groups(int64_t range) const { return Groups(std::min(size_, tokens_ - begin(range))); }
+    Groups groups(int64_t range) const { return Groups(std::min(size_, tokens_ - begin(range)), nullptr, 0, most_); }
     float* of(int64_t range) const { return packed_ + begin(range) * padded(matrix_.cols); }
 
     // Columns `first` and further of a token; codes in whole groups.
@@ -62,7 +63,7 @@ class Input {
 
   private:
     const Stack& matrix_;
-    int64_t tokens_, size_;
+    int64_t tokens_, most_, size_;
     float* packed_;
 };
 
