@@ -25,6 +25,12 @@ INLINE half_bits narrow(vec x) {
     return out;
 }
 
+INLINE bits narrow(vec low, vec high) {  // 2 W numbers
+    bits out;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(out) : "v"(low), "v"(high));
+    return out;
+}
+
 INLINE void add_pairs(vec& sum, bits weight, bits token) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(token));
 }

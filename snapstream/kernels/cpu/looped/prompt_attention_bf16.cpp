@@ -17,18 +17,29 @@ namespace looped {
 namespace {
 
 constexpr int64_t BLOCK_KEYS = 256;
+constexpr float LOG2_E = 1.44269504088896341f;
 constexpr int SHARES = BLOCK_KEYS / 2 + 16;  // of a query, and some room so that those of all do not fight for a line
 constexpr int64_t TASK_QUERIES = 768;  // of all heads; fewer would pack keys too often
 
 int64_t panels_of(int64_t count) { return (count + PANEL - 1) / PANEL; }
 int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
 
-// Keys [n, size] as panels [n / 32][size / 2][32] of pairs; zeros where there is no key.
+// Keys [n, size] as panels [n / 32][size / 2][32] of pairs; zeros where there is no key. W keys at a time are transposed.
 void pack_keys(const float* keys, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
     const int64_t units = even(size) / 2;
-    std::fill(to, to + panels_of(n) * units * PANEL, 0u);
-    for (int64_t key = 0; key < n; ++key)
-        pack_row(keys + key * stride, size, even(size), to + key / PANEL * units * PANEL + key % PANEL, PANEL);
+    for (int64_t first = 0; first < panels_of(n) * PANEL; first += W)
+        for (int64_t unit = 0; unit < units; unit += W) {
+            vec lines[W];  // of a key 2 W numbers, then of 2 numbers W keys
+            for (int64_t i = 0; i < W; ++i) {
+                const float* own = keys + (first + i) * stride + 2 * unit;
+                const int64_t left = first + i < n ? size - 2 * unit : 0;
+                lines[i] = (vec)narrow(load_left(own, left), load_left(own + W, left - W));
+            }
+            transpose<W / 2>(lines);
+            uint32_t* line = to + (first / PANEL * units + unit) * PANEL + first % PANEL;
+            for (int64_t i = 0; i < std::min<int64_t>(W, units - unit); ++i, line += PANEL)
+                std::memcpy(line, &lines[i], sizeof lines[i]);
+        }
 }
 
 // Each number of bf16 in the lower half of 32 bits.
@@ -59,19 +70,16 @@ struct Some {
     float *peak, *total, *mixed;  // [count], [count], [U / 32][count][32]
 };
 
-// e^x of x up to 0, and of what is no number; less exact than simd.h's, more than bf16 is.
-INLINE vec share_of(vec x) {
-    const vec magic = all(12582912.0f), shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
-    const vec f = x * 1.44269504088896341f - n;  // in one instruction, so that nothing is lost
-    vec p = all(1.3333558e-3f);
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.0f;
-    const vec out = (vec)((ints)p + (((ints)shifted - (ints)magic) << 23));
-    const vec known = x < all(-87.0f) ? vec{} : out;
-    return x == x ? known : x;
+// 2^x of x up to 0, and of what is no number; less exact than simd.h's e^x, more than bf16 is.
+INLINE vec power(vec x) {
+    const vec low = (vec)_mm512_max_ps((__m512)all(-200.0f), (__m512)x);  // that way round NaN stays
+    const vec n = (vec)_mm512_roundscale_ps((__m512)low, 0), f = low - n;
+    vec p = all(9.5700998e-3f);
+    p = p * f + 5.5917860e-2f;
+    p = p * f + 2.4024745e-1f;
+    p = p * f + 6.9312181e-1f;
+    p = p * f + 0.99999926f;
+    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
 }
 
 class Task {
@@ -132,57 +140,82 @@ class Task {
             const char* own = reinterpret_cast<const char*>(keys_.data() + panel * units * PANEL);
             score(own, some.packed, 2 * units, scores_ + panel * T * PANEL, {own, 0});
         }
-        for (int64_t t = 0; t < T; ++t) soften(some, t, first, count, panels);
+        soften(some, first, count, panels);
         for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel) {
             const char* own = reinterpret_cast<const char*>(values_.data() + panel * pairs * PANEL);
             mix(own, shares_, even(count), some.mixed + panel * T * PANEL, {own, 0});
         }
     }
 
-    // Scores of one query to shares of its largest score; what was found before is corrected to that.
-    void soften(const Some& some, int64_t t, int64_t first, int64_t count, int64_t panels) {
-        const int64_t T = some.count, query = some.first + t, seen = seen_by(query) - first;
-        const int64_t hidden = std::clamp<int64_t>(seen_from(query) - first, 0, count);
-        const float none = -std::numeric_limits<float>::infinity();
-        const auto place = [&](int64_t at) { return scores_ + (at / PANEL * T + t) * PANEL + at % PANEL; };
-        for (int64_t at = std::clamp<int64_t>(seen, 0, count); at < panels * PANEL; ++at) *place(at) = none;
-        for (int64_t at = 0; at < hidden; ++at) *place(at) = none;
-        const float scale = p_.cap == 0.0f ? p_.scale : p_.cap;  // with a cap scores are tanh(scale * product / cap)
-        for (int64_t at = 0; p_.cap != 0.0f && at < even(count); at += W) {
-            const vec own = load(place(at));
-            store(place(at), own == all(none) ? own : hyperbolic_tangent(own * (p_.scale / p_.cap)));
-        }
-        vec largest = all(none);
-        for (int64_t at = 0; at < even(count); at += W) {
-            const vec own = load(place(at));
-            largest = own > largest ? own : largest;
-        }
-        const float before = some.peak[t], found = max_of(largest) * scale, peak = found > before ? found : before;
-        const vec shift = all(peak == none ? 0.0f : peak);
-        vec sum = {};
-        for (int64_t at = 0; at < even(count); at += W) {
-            const vec share = share_of(load(place(at)) * scale - shift);
-            const half_bits pairs = narrow(share);
-            std::memcpy(shares_ + t * SHARES + at / 2, &pairs, sizeof pairs);
-            sum += share;
-        }
-        float factor[W];
-        store(factor, exponential(all(before) - shift));
-        some.peak[t] = peak;
-        some.total[t] = some.total[t] * factor[0] + sum_of(sum);
-        if (factor[0] != 1.0f)
-            for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel)
+    // Scores of each query to shares of its largest score; what was found before is corrected to that. One step for all
+    // queries after the other, so that none waits for the sums over lanes of another.
+    void soften(const Some& some, int64_t first, int64_t count, int64_t panels) {
+        static_assert(MOST <= W);
+        const int64_t T = some.count, apart = T * PANEL;  // from panel to panel
+        const vec none = all(-std::numeric_limits<float>::infinity());
+        alignas(64) float found[W] = {}, shifts[W], factors[W];
+        for (int64_t t = 0; t < T; ++t) {
+            hide(some, t, first, count, panels);
+            vec largest = none;
+            for (int64_t panel = 0; panel < panels; ++panel)
                 for (int v = 0; v < VECS; ++v) {
-                    float* own = some.mixed + (panel * T + t) * PANEL + v * W;
-                    store(own, load(own) * factor[0]);
+                    const vec own = load(scores_ + panel * apart + t * PANEL + v * W);
+                    largest = own > largest ? own : largest;
                 }
+            found[t] = max_of(largest);
+        }
+        const float scale = scale_of_scores();
+        const vec before = load_some(some.peak, T), own = load(found) * scale, peak = own > before ? own : before;
+        const vec shift = peak == none ? vec{} : peak;
+        store(shifts, shift * LOG2_E);
+        store(factors, exponential(before - shift));
+        std::memcpy(some.peak, &peak, T * sizeof(float));
+        for (int64_t t = 0; t < T; ++t) {
+            const vec by = all(scale * LOG2_E), less = all(shifts[t]);
+            vec sum = {};
+            for (int64_t panel = 0; panel < panels; ++panel)
+                for (int v = 0; v < VECS; ++v) {
+                    const vec share = power(load(scores_ + panel * apart + t * PANEL + v * W) * by - less);
+                    const half_bits pairs = narrow(share);
+                    std::memcpy(shares_ + t * SHARES + (panel * PANEL + v * W) / 2, &pairs, sizeof pairs);
+                    sum += share;
+                }
+            some.total[t] = some.total[t] * factors[t] + sum_of(sum);
+        }
+        for (int64_t panel = 0; panel < panels_of(p_.value_size); ++panel)
+            for (int64_t t = 0; t < T; ++t)
+                for (int v = 0; v < VECS && factors[t] != 1.0f; ++v) {
+                    float* to = some.mixed + panel * apart + t * PANEL + v * W;
+                    store(to, load(to) * factors[t]);
+                }
+    }
+
+    float scale_of_scores() const { return p_.cap == 0.0f ? p_.scale : p_.cap; }  // with a cap they are tanh(...)
+
+    // What query t does not see to -infinity; scores that have a cap to tanh(scale * product / cap).
+    void hide(const Some& some, int64_t t, int64_t first, int64_t count, int64_t panels) {
+        const int64_t query = some.first + t, seen = std::clamp<int64_t>(seen_by(query) - first, 0, count);
+        const int64_t hidden = std::clamp<int64_t>(seen_from(query) - first, 0, count);
+        const auto place = [&](int64_t at) { return scores_ + (at / PANEL * some.count + t) * PANEL + at % PANEL; };
+        const auto leave_out = [&](int64_t from, int64_t to) {
+            for (int64_t at = from; at < to; ++at) *place(at) = -std::numeric_limits<float>::infinity();
+        };
+        leave_out(seen, panels * PANEL);
+        leave_out(0, hidden);
+        for (int64_t at = 0; p_.cap != 0.0f && at < panels * PANEL; at += W) {
+            const vec own = load(place(at));
+            store(place(at), own == all(-std::numeric_limits<float>::infinity())
+                                 ? own : hyperbolic_tangent(own * (p_.scale / p_.cap)));
+        }
     }
 
     void write(const Some& some, int64_t head) const {
         for (int64_t t = 0; t < some.count; ++t) {
             float* out = p_.out + ((some.first + t) * p_.heads + head) * p_.value_size;
-            for (int64_t i = 0; i < p_.value_size; ++i)
-                out[i] = some.mixed[(i / PANEL * some.count + t) * PANEL + i % PANEL] / some.total[t];
+            for (int64_t i = 0; i < p_.value_size; i += W) {
+                const vec own = load(some.mixed + (i / PANEL * some.count + t) * PANEL + i % PANEL) / some.total[t];
+                std::memcpy(out + i, &own, std::min<int64_t>(W, p_.value_size - i) * sizeof(float));
+            }
         }
     }
 

@@ -141,6 +141,17 @@ INLINE vec add_up(vec* sums) {
     add_pairs<W / 2>(sums);
     return sums[0];
 }
+// Lane j of vector i becomes lane i of vector j; half: W / 2.
+template <int half>
+INLINE void transpose(vec (&lines)[W]) {
+    using Lanes = std::make_integer_sequence<int, W>;
+    UNROLL for (int i = 0; i < W; ++i)
+        if (!(i & half)) {
+            const vec a = lines[i], b = lines[i + half];
+            lines[i] = halves<half, 0>(a, b, Lanes{}), lines[i + half] = halves<half, 1>(a, b, Lanes{});
+        }
+    if constexpr (half > 1) transpose<half / 2>(lines);
+}
 // All lanes as one: of(lane i, lane i + half) in halves of halves. (GCC 12 would take lanes one by one.)
 template <int half = W / 2, class Vector, class Of>
 INLINE auto reduce(Vector v, Of of) {
