@@ -14,13 +14,13 @@ from typing import Literal, cast, get_args
 from snapstream.config.values import DTYPE_BYTES, DType, check, check_choice
 
 QuantizedDType = Literal["int8", "int4"]
-# The last three only as checkpoints have them.
-WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "uint4", "fp8", "mxfp4"]
+# The last four only as checkpoints have them.
+WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "int6", "uint4", "fp8", "mxfp4"]
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 ActivationOption = Literal["auto", "dtype", "int8"]
 PrefillInputs = Literal["bfloat16", "int8", "int16"]
 
-QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4}
+QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int6": 6, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
 MXFP4_GROUP = 32  # numbers along the input that share a power of two
@@ -28,7 +28,7 @@ MXFP4_GROUP = 32  # numbers along the input that share a power of two
 # number against an eighth; and 32 numbers of a row fill a kernel's vector.
 DEFAULT_GROUP = 32
 GROUPS = (32, 64, 128)
-SUB_BLOCK = 16  # the group of int8 that holds Q6_K of GGUF files
+SUB_BLOCK = 16  # the group of int6, Q6_K of GGUF files, and of int8 that holds other types beside it
 INT16_GROUP = 32  # numbers along the input that share a scale in products of int16
 
 
@@ -45,8 +45,8 @@ class WeightFormat:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, get_args(WeightDType))
         if self.is_quantized and not self.is_fp8:
-            known = self.group in GROUPS or (self.group == SUB_BLOCK and self.dtype == "int8")
-            check(known, f"group is {self.group}; it must be one of {', '.join(map(str, GROUPS))}")
+            known = (SUB_BLOCK,) if self.dtype == "int6" else (SUB_BLOCK, *GROUPS) if self.dtype == "int8" else GROUPS
+            check(self.group in known, f"group is {self.group}; it must be one of {', '.join(map(str, known))}")
         else:
             check(self.group == 0, f"group is {self.group}; {self.dtype} weights have no groups")
             rounds = self.rounds_inputs and self.dtype != "bfloat16"
@@ -208,7 +208,7 @@ class StoredWeights:
     tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
     packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
     dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
-    in_sub_blocks: tuple[str, ...] = ()  # of those that are int8 in groups of ``SUB_BLOCK`` above
+    in_sub_blocks: tuple[str, ...] = ()  # of those that are integers in groups of ``SUB_BLOCK`` above
     # Formats of single matrices where ``quantized`` or ``tables`` is None: each with ``stack_name`` of those in it; and
     # the names among ``dequantized`` that are kept in them.
     own: tuple[tuple[WeightFormat, frozenset[str]], ...] = ()
@@ -228,7 +228,7 @@ class StoredWeights:
 
     @property
     def has_sub_blocks(self) -> bool:
-        """Whether matrices of the layers are int8 in groups of ``SUB_BLOCK``."""
+        """Whether matrices of the layers are integers in groups of ``SUB_BLOCK``."""
         return any(form is not None and form.group == SUB_BLOCK for form in (self.quantized, self.attention))
 
     def dequantized_in(self, formats: WeightFormats) -> tuple[str, ...]:

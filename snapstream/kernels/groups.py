@@ -1,10 +1,11 @@
-"""Weights as small integers in groups: int8, int4 and uint4 in plain PyTorch, which faster versions equal.
+"""Weights as small integers in groups: int8, int6, int4 and uint4 in plain PyTorch, which faster versions equal.
 
 Along the input of a matrix every ``group`` numbers share a scale in fp16, and a number is ``(code - offset) * scale``.
 Codes are unsigned: of 8 bits with an offset of 128, of 4 bits with one of 8, two to a byte, the first in the low half.
-That is how ``pack-quantized`` checkpoints lay their bytes too. Symmetric: zero stays zero. Of 8 bits the largest
+That is how ``pack-quantized`` checkpoints lay their bytes too. Of 6 bits with an offset of 32, sixteen in twelve bytes
+as panels have them (``cpu/looped/panels.h``). Symmetric: zero stays zero. Of 8 bits the largest
 magnitude of a group is 127. Of 4 bits it is -8, by a scale that has the other sign if need be: sixteen codes are in
-use, not fifteen, for which a number of the same size and the other sign is cut to 7.
+use, not fifteen, for which a number of the same size and the other sign is cut to 7; of 6 bits likewise, from -32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SCALE_DTYPE = torch.float16
 
 
 def scale_dtype(dtype: str) -> torch.dtype:
-    """Of the scales of weights in ``dtype``, int8, int4, uint4 or mxfp4."""
+    """Of the scales of weights in ``dtype``, int8, int6, int4, uint4 or mxfp4."""
     return {"mxfp4": torch.uint8, "uint4": torch.int32}.get(dtype, SCALE_DTYPE)
 
 
@@ -36,7 +37,7 @@ def quantize(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float3
     ``in`` must be a multiple of ``group``, and no magnitude above ``65504 * largest_code``. Every scale is a number of
     ``dtype`` too, for files that keep scales in it.
     """
-    least, most = (-127, 127) if bits == 8 else (-8, 7)
+    least, most = (-127, 127) if bits == 8 else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     groups = x.float().unflatten(-1, (-1, group))  # [..., in / group, group]
     if bits == 8:
         scales = over(groups.abs().amax(-1), most)
@@ -111,11 +112,23 @@ def quantize_mxfp4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Unsigned codes ``[..., in]``, one to a byte, as they are stored."""
+    if bits == 6:
+        quads = codes.unflatten(-1, (-1, 4, 4))  # [..., in / 16, 4, 4]
+        low, high = quads & 15, quads >> 4
+        halves = low[..., ::2, :] | low[..., 1::2, :] << 4  # [..., in / 16, 2, 4]
+        upper = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
+        return torch.cat((halves, upper.unsqueeze(-2)), -2).flatten(-3)
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Unsigned codes ``[..., in]`` uint8, one to a byte."""
+    if bits == 6:
+        lines = packed.unflatten(-1, (-1, 3, 4))  # [..., in / 16, 3, 4]
+        halves, upper = lines[..., :2, :], lines[..., 2, :]
+        low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3, -2)  # [..., in / 16, 4, 4]
+        high = torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], -2)
+        return (low | high << 4).flatten(-3)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 

@@ -447,7 +447,9 @@ def _fill_quantized(
         values, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
         bounds = {own: _block_bounds(values, scales)}
     else:
-        values = read_part(shard, name, outer.scaled((1, 32 // form.bits))).view(torch.uint8)
+        rows, columns = outer.slices
+        words = slice(columns.start * form.bits // 32, columns.stop * form.bits // 32)
+        values = read_part(shard, name, (rows, words)).view(torch.uint8)
         scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
         bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
         scales = scales if row_eps is None else _with_normed_scales(values, scales, form, row_eps)

@@ -1,7 +1,7 @@
 """GGUF files as models: their tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
-beside them as int8; Q4_K and Q4_1 as uint4, which has minimums. Q6_K is int8 in groups of 16. Scales of K-quants,
+beside them as int8; Q4_K and Q4_1 as uint4, which has minimums. Q6_K is int6 in groups of 16. Scales of K-quants,
 products of two numbers in the file, are rounded to fp16. They appear here as ``pack-quantized`` tensors
 (``checkpoint.py``), experts of gpt-oss as MXFP4. Other types are dequantized, by the ``gguf`` package, whose arithmetic
 is that of ggml. Files are mapped, and read slice by slice.
@@ -32,7 +32,7 @@ GROUP = 32
 _INT8, _UINT4 = WeightFormat(dtype="int8", group=GROUP), WeightFormat(dtype="uint4", group=GROUP)
 OWN = {  # formats that hold the integers of a type
     "Q4_0": WeightFormat(dtype="int4", group=GROUP), "Q4_1": _UINT4, "Q4_K": _UINT4, "Q5_0": _INT8, "Q8_0": _INT8,
-    "IQ4_NL": _INT8, "Q6_K": WeightFormat(dtype="int8", group=SUB_BLOCK),
+    "IQ4_NL": _INT8, "Q6_K": WeightFormat(dtype="int6", group=SUB_BLOCK),
 }  # fmt: skip
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -101,7 +101,7 @@ def _stored(model: Model) -> StoredWeights:
     layers, attention, tables = (_integers(groups[name]) for name in ("layers", "attention", "tables"))
     if layers is None or attention is None or not _keeps_groups(model):
         layers = attention = None
-    tables = replace(tables, dtype="int8") if tables else None
+    tables = _finer(tables)
     kept = {"attention", "layers"} if layers else set()
     kept |= {"tables"} if tables else set()
     rest = set().union(*(kinds for name, kinds in groups.items() if name not in kept))
@@ -187,7 +187,7 @@ def _stored_mxfp4(model: Model, groups: Mapping[str, set[str]]) -> StoredWeights
     rest = (set() if attention else groups["attention"]) | (set() if tables else groups["tables"])
     return StoredWeights(
         dtype=_float_dtype(rest), quantized=WeightFormat(dtype="mxfp4", group=GROUP), attention=attention,
-        tables=replace(tables, dtype="int8") if tables else None, dequantized=tuple(sorted(rest - FLOATS.keys())),
+        tables=_finer(tables), dequantized=tuple(sorted(rest - FLOATS.keys())),
         in_sub_blocks=("Q6_K",) if tables and tables.group == SUB_BLOCK else (),
     )  # fmt: skip
 
@@ -196,7 +196,14 @@ def _integers(kinds: set[str]) -> WeightFormat | None:
     """The format that holds the integers of blocks of these types."""
     if not kinds or not kinds <= IN_INT8:
         return None
+    if kinds == {"Q6_K"}:
+        return OWN["Q6_K"]
     return WeightFormat(dtype="int4" if kinds <= IN_INT4 else "int8", group=SUB_BLOCK if "Q6_K" in kinds else GROUP)
+
+
+def _finer(tables: WeightFormat | None) -> WeightFormat | None:
+    """Of an embedding, which is not kept in four bits."""
+    return replace(tables, dtype="int8") if tables is not None and tables.dtype == "int4" else tables
 
 
 def _names(model: Model) -> dict[str, str]:
@@ -630,8 +637,12 @@ def _blocks_of_q4_k(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], n
 
 
 def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
-    """Whole numbers as unsigned codes in the order of ``kernels/groups.py``, uint8."""
+    """Whole numbers as unsigned codes as ``kernels/groups.py`` packs them, uint8."""
     import numpy
+    import torch
+
+    from snapstream.kernels.groups import pack
 
     codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
-    return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
+    packed: np.ndarray[Any, Any] = pack(torch.from_numpy(codes), bits).numpy()
+    return packed

@@ -74,7 +74,7 @@ def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, exper
 def test_widths(two: Pool, checkpoint: Checkpoint, width: str, has_sub_blocks: bool) -> None:
     formats = WeightFormats.of(width)
     if has_sub_blocks:
-        formats = replace(formats, tables=WeightFormat(dtype="int8", group=SUB_BLOCK))
+        formats = replace(formats, tables=WeightFormat(dtype="int6", group=SUB_BLOCK))
     check(two, looped(checkpoint("qwen3-groups"), formats=formats))
 
 

@@ -57,6 +57,11 @@ needs_bf16 = pytest.mark.skipif(
 needs_cores = pytest.mark.skipif(num_cores() < 2, reason="one core")
 
 
+def group_of(width: WeightDType, group: int) -> int:
+    """``group``, or the one nearest to it that the format has."""
+    return {"mxfp4": 32, "int6": 16, "int8": group}.get(width, max(group, 32))
+
+
 def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
     """``x [T, in]``, rounded to int8 per token and group, times the matrix of ``codes [out, in * bits / 8]`` and
     ``scales [out, in / group]``, transposed: ``[T, out]`` fp32. The definition of products of whole numbers.
@@ -145,13 +150,13 @@ def test_a_product_in_panels(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
+    width=st.sampled_from(["int8", "int6", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_codes(
     instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int, seed: int
 ) -> None:
     """As over the widened numbers, which it reads exactly."""
-    form = WeightFormat(dtype=width, group=32 if width == "mxfp4" else group if width == "int8" else max(group, 32))
+    form = WeightFormat(dtype=width, group=group_of(width, group))
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * form.group
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
@@ -173,7 +178,7 @@ def test_a_product_of_codes(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40),
+    width=st.sampled_from(["int8", "int6", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40),
     exponent=st.sampled_from([0, -20, 20, -126]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_whole_numbers(
@@ -183,7 +188,7 @@ def test_a_product_of_whole_numbers(
     """Equal to its definition but for the rounding of a sum over groups; a token has the same bits in any batch, by any
     instructions.
     """
-    group = 32 if width == "mxfp4" else group if width == "int8" else max(group, 32)
+    group = group_of(width, group)
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
     form = WeightFormat(dtype=width, group=group, rounds_inputs=True)
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)

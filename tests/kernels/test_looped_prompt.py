@@ -371,7 +371,10 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 # whatever is beside it.
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
-FORMS = [WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4", "mxfp4")]
+FORMS = [
+    *(WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4", "mxfp4")),
+    WeightFormat(dtype="int6", group=16),
+]
 Inputs = PrefillInputs | None
 LIMITS = {
     None: 1e-4,
@@ -479,6 +482,7 @@ def test_xielu_is_that_of_transformers(dtype: torch.dtype) -> None:
     ("width", "group"),
     [
         ("int8", 16),
+        ("int6", 16),
         ("int8", 32),
         ("int4", 32),
         ("uint4", 32),

@@ -106,8 +106,8 @@ def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 1}
 INT8, INT4, FP16 = "int8 in groups of 32", "int4 in groups of 32", "float16"
-FINE, UINT4 = "int8 in groups of 16", "uint4 in groups of 32"
-MIXED = "qkv.uint4-32+uint4-32+int8-16"  # rows of v are int8
+FINE, UINT4, MIXED_FINE = "int6 in groups of 16", "uint4 in groups of 32", "int8 in groups of 16"
+MIXED = "qkv.uint4-32+uint4-32+int6-16"  # rows of v are int6
 KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of qkv, down and embed
     ("llama-mha", "Q8_0", {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", "Q4_0", {"qkv": INT4, "down": INT4, "embed": INT8}),
@@ -115,22 +115,22 @@ KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of 
     ("llama-gqa-tied", {"token": "Q4_1", "": "Q4_0"}, {"qkv": INT4, "down": INT4, "embed": UINT4}),
     ("qwen3", {"token": "Q5_1", "": "Q4_0"}, {"qkv": INT4, "down": INT4, "embed": FP16}),
     ("llama-mha", {"attn": "Q4_0", "output.": "Q6_K", "": "Q4_0"},
-     {"qkv": INT4, "down": INT4, "embed": FINE, "lm_head": FINE}),
+     {"qkv": INT4, "down": INT4, "embed": MIXED_FINE, "lm_head": MIXED_FINE}),
     ("qwen3", "Q6_K", {"qkv": FINE, "down": FINE, "embed": FINE}),
     ("qwen2", {"attn_v": "Q6_K", "ffn_gate": "Q5_0", "ffn_up": "Q6_K", "attn": "Q8_0", "": "Q4_0"},
-     {"qkv": FINE, "gate_up": FINE, "down": FINE, "embed": INT8}),
+     {"qkv": MIXED_FINE, "gate_up": MIXED_FINE, "down": MIXED_FINE, "embed": INT8}),
     ("llama-gqa-tied", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
      {f"{MIXED}.0": UINT4, f"{MIXED}.1": FINE, "o": UINT4, "gate_up": UINT4, "down": FINE, "embed": FINE}),
     # As llama.cpp's Q4_K_M mixes them.
     ("llama-mha", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "attn_output": "Q4_K", "output": "Q6_K", "": "Q4_K"},
-     {f"{MIXED}.0": UINT4, f"{MIXED}.1": FINE, "qkv.uint4-32": UINT4, "down.int8-16": FINE, "down.uint4-32": UINT4,
+     {f"{MIXED}.0": UINT4, f"{MIXED}.1": FINE, "qkv.uint4-32": UINT4, "down.int6-16": FINE, "down.uint4-32": UINT4,
       "o": UINT4, "gate_up": UINT4, "embed": UINT4, "lm_head": FINE}),
     ("lfm2", {"0.ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
-     {"qkv": UINT4, "o": UINT4, "gate_up": UINT4, "down.int8-16": FINE, "down.uint4-32": UINT4, "embed": FINE}),
+     {"qkv": UINT4, "o": UINT4, "gate_up": UINT4, "down.int6-16": FINE, "down.uint4-32": UINT4, "embed": FINE}),
     ("qwen2", {"0.ffn": "Q4_0", "attn_k": "Q8_0", "ffn_gate": "Q6_K", "attn_output": "Q4_1", "": "Q4_K"},
      {"qkv": INT8, "o": UINT4, "gate_up.int4-32": INT4, "gate_up": INT8, "embed": UINT4}),
     ("qwen3-moe", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "": "Q4_K"},
-     {f"{MIXED}.0": UINT4, "qkv.uint4-32": UINT4, "experts_gate_up": UINT4, "experts_down.int8-16": FINE,
+     {f"{MIXED}.0": UINT4, "qkv.uint4-32": UINT4, "experts_gate_up": UINT4, "experts_down.int6-16": FINE,
       "experts_down.uint4-32": UINT4}),
     ("qwen3-moe", {"1.ffn_down": "Q8_0", "0.ffn_gate": "Q4_1", "0.ffn_up": "Q4_1", "ffn_gate": "Q6_K", "": "Q4_0"},
      {"experts_gate_up.uint4-32": UINT4, "experts_gate_up": INT8, "experts_down.int4-32": INT4,
@@ -149,7 +149,7 @@ KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of 
     ("qwen3", {"attn_v": "F16", "0.ffn_down": "F16", "": "Q4_K"},
      {"qkv.uint4-32+uint4-32+other.0": UINT4, "qkv.uint4-32+uint4-32+other.1": FP16, "down": FP16,
       "down.uint4-32": UINT4}),
-    ("qwen3", {"attn_q": "F32", "": "Q6_K"}, {"qkv.other+int8-16+int8-16.0": "float32", "down": FINE, "embed": FINE}),
+    ("qwen3", {"attn_q": "F32", "": "Q6_K"}, {"qkv.other+int6-16+int6-16.0": "float32", "down": FINE, "embed": FINE}),
 ]  # fmt: skip
 
 
@@ -385,7 +385,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "layers", "tables", "line"), [
-    ("auto", FINE, FINE, None),
+    ("auto", MIXED_FINE, FINE, None),
     ("int8", INT8, INT8, f"layers are kept in {INT8}"),
     ("int4", INT4, INT8, f"layers are kept in {INT4}"),
     ("float32", "float32", "float32", "layers are kept in float32"),

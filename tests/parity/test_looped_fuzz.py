@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 from math import gcd
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
-from snapstream.config.weights import SUB_BLOCK, stack_name
+from snapstream.config.weights import SUB_BLOCK, WeightDType, stack_name
 from snapstream.exec.eager import EagerDecode, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
@@ -364,14 +364,14 @@ def forms_of(width: str, group: int) -> WeightFormats:
     if width == "fp8":  # in blocks, as checkpoints have them
         return WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
     if group == SUB_BLOCK:
-        form = WeightFormat(dtype="int8", group=group)
+        form = WeightFormat(dtype=cast(WeightDType, width), group=group)
         return WeightFormats(layers=form, tables=form)
     return WeightFormats.of(width, group)
 
 
 OWN_FORMATS = [
     *(WeightFormat(dtype=dtype, group=32) for dtype in ("uint4", "int4", "int8")),  # type: ignore[arg-type]
-    WeightFormat(dtype="int8", group=SUB_BLOCK),
+    *(WeightFormat(dtype=dtype, group=SUB_BLOCK) for dtype in ("int8", "int6")),  # type: ignore[arg-type]
 ]
 
 
@@ -420,9 +420,9 @@ class Drawn:
 
     def __init__(self, seed: int) -> None:
         random = Random(seed)
-        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "uint4", "mxfp4", "fp8"])
+        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "int6", "uint4", "mxfp4", "fp8"])
         group = random.choice([32, 64, 128]) if width in ("int8", "int4", "uint4") else 32 if width == "mxfp4" else 1
-        group = SUB_BLOCK if width == "int8" and random.random() < 0.3 else group
+        group = SUB_BLOCK if width == "int6" or (width == "int8" and random.random() < 0.3) else group
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
         if group >= 32 and seed % 3:
             model, formats = in_own_formats(Random(-1 - seed), model, formats)

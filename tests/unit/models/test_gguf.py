@@ -121,8 +121,12 @@ def test_blocks_of_q6_k() -> None:
         scales, values = gguf.blocks_of(rows, "Q6_K")
         assert (values.min(), values.max()) == (-32, 31) and np.array_equal(scales, products.astype(np.float16))
         assert np.array_equal((values * products[..., None]).reshape(64, -1), wanted)
-        codes = gguf.packed_codes(values, 8).reshape(64, -1)
-        found = dequantize(torch.from_numpy(codes), torch.from_numpy(scales), 8).numpy()
+        by_bits = [torch.from_numpy(gguf.packed_codes(values, bits).reshape(64, -1)) for bits in (6, 8)]
+        assert [codes.shape[1] for codes in by_bits] == [576, 768]
+        found, same = (
+            dequantize(own, torch.from_numpy(scales), bits).numpy() for own, bits in zip(by_bits, (6, 8), strict=True)
+        )
+        assert np.array_equal(found, same)
         assert (np.abs(found - wanted) <= 2**-11 * np.abs(wanted) + 32 * 2**-25).all()
     data[..., 208:] = np.frombuffer(np.float16(60000).tobytes(), dtype=np.uint8)
     assert np.isinf(gguf.blocks_of(data.reshape(64, -1), "Q6_K")[0]).any()

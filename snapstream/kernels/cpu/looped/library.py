@@ -31,6 +31,7 @@ FORMATS = {
     "int4": 5,
     "mxfp4": 6,
     "uint4": 7,
+    "int6": 9,
     "int16": 8,
 }  # as ``abi.h``
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3, "ungated_gelu": 4}  # the same

@@ -8,6 +8,8 @@
 //   fp8          a column, in bytes; its scales lie apart (products_fp8.cpp)
 //   int8         four to 32 bits, the first in the lowest byte, each stored plus 128
 //   int4         eight: byte b has column b in its lower and column 4 + b in its upper half, each stored plus 8
+//   int6         sixteen, each stored plus 32: the lower four bits as int4, eight columns and eight, then the upper two,
+//                byte b those of columns b, 4 + b, 8 + b, 12 + b from its lowest bits on
 //
 // so a vector of the weight holds rows, a token's number is broadcast, and no sum crosses lanes. Quantized columns come
 // in groups, each headed by the 32 scales in fp16: a number is (stored - offset) * scale, exact in fp32. MXFP4 lies as
@@ -93,6 +95,30 @@ struct Codes {
         const bits sign = all_bits(0x80000000u);
         const bits moved = (codes << (32 - BITS - BITS * place)) & all_bits(BITS == 8 ? 0xff000000u : 0xf0000000u);
         return __builtin_convertvector((ints)(moved ^ sign), vec);
+    }
+};
+
+struct Codes6 {
+    static constexpr int BITS = 6, COLS = 16, BYTES = 384, HEAD = 2 * PANEL;
+    static constexpr bool IS_QUICK = false, HAS_MINIMUM = false;
+    struct Unit {
+        bits low[2], high;
+    };
+    static INLINE vec scale(const char* head, int v) {
+        return load_half(reinterpret_cast<const uint16_t*>(head) + v * W);
+    }
+    static INLINE Unit stored(const char* unit, int v) {
+        unit += v * W * 4;
+        return {{load_bits(unit), load_bits(unit + 128)}, load_bits(unit + 256)};
+    }
+    // Columns 4 * part and further, a byte each.
+    static INLINE bits four(const Unit& own, int part) {
+        const bits high = part < 2 ? own.high << (4 - 2 * part) : own.high >> (2 * part - 4);
+        return ((own.low[part / 2] >> (4 * (part % 2))) & 0x0f0f0f0fu) | (high & 0x30303030u);
+    }
+    static INLINE vec widen(const Unit& own, int c, vec scale) {
+        const ints code = (ints)((four(own, c / 4) >> (8 * (c % 4))) & 63u);
+        return __builtin_convertvector(code - 32, vec) * scale;
     }
 };
 
@@ -222,6 +248,7 @@ inline void copy_row(const Stack& table, int64_t row, float* out) {
         case F16: return copy_row<HalfF16>(table, row, out);
         case I8: return copy_row<Codes<8>>(table, row, out);
         case I4: return copy_row<Codes<4>>(table, row, out);
+        case I6: return copy_row<Codes6>(table, row, out);
         case MXFP4: return copy_row<Mxfp4>(table, row, out);
         case U4: return copy_row<Unsigned4>(table, row, out);
         default: return copy_row<PlainF32>(table, row, out);
@@ -455,6 +482,7 @@ inline Products products_of(int64_t format) {
         case F16: return {panel_product<HalfF16>, pair_product<HalfF16>};
         case I8: return {panel_product<Codes<8>>, pair_product<Codes<8>>};
         case I4: return {panel_product<Codes<4>>, pair_product<Codes<4>>};
+        case I6: return {panel_product<Codes6>, pair_product<Codes6>};
         case MXFP4: return {panel_product<Mxfp4>, pair_product<Mxfp4>};
         case U4: return {panel_product<Unsigned4>, pair_product<Unsigned4>};
         default: return {panel_product<PlainF32>, pair_product<PlainF32>};

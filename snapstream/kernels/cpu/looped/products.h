@@ -90,7 +90,7 @@ class PackedCodes {
 
   private:
     static int32_t offset_of(int64_t format) {
-        return format == I8 ? 128 : format == I4 ? 8 : format == MXFP4 ? Mxfp4::ZERO : 0;
+        return format == I8 ? 128 : format == I6 ? 32 : format == I4 ? 8 : format == MXFP4 ? Mxfp4::ZERO : 0;
     }
 
     void put_group(int64_t index, const float* x) const {

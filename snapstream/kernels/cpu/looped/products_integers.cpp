@@ -34,6 +34,13 @@ struct Quads {
     static constexpr bool IS_MXFP4 = std::is_same_v<Form, Mxfp4>;
 };
 
+template <>
+struct Quads<Codes6> {
+    static constexpr int COUNT = 4;
+    static INLINE bits of(const Codes6::Unit& unit, int part) { return Codes6::four(unit, part); }
+    static INLINE vec scale(const char* head, int v) { return Codes6::scale(head, v); }
+};
+
 // Pairs of columns in int16, with 32 scales in fp32 before those of a group.
 struct Shorts {
     static constexpr int BITS = 8, COLS = 2, BYTES = 128, HEAD = 4 * PANEL;
@@ -78,7 +85,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                         const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
                         if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                         UNROLL for (int i = 0; i < VECTORS; ++i) {
-                            const bits stored = Form::stored(lies(from, i), i % WIDE);
+                            const auto stored = Form::stored(lies(from, i), i % WIDE);
                             four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
                         }
                         Dot::template add<T, VECTORS>(own, four, codes);
@@ -120,6 +127,8 @@ void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t
                Prefetch fetch) {
     if constexpr (std::is_same_v<Form, Shorts>)
         return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
+    if constexpr (Form::BITS == 6)
+        return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
     if constexpr (Form::BITS == 8)
         if (stack.group == 16) return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
     if (stack.group == SPAN) return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
@@ -269,7 +278,7 @@ Stack panel_of_codes() {
 }
 
 struct Way {  // to sum
-    Products int8, int4, uint4, mxfp4;
+    Products int8, int6, int4, uint4, mxfp4;
     Product of_bf16, of_f16, of_fp8;  // in int16
     int words8, words4;  // of four codes of a token
 };
@@ -280,6 +289,7 @@ Products products() {
 template <class Dot8, class Dot4, class Dot16>
 Way way() {
     return {products<Codes<8>, Dot8>(),
+            products<Codes6, Dot8>(),
             products<Codes<4>, Dot4>(),
             products<Unsigned4, Dot4>(),
             products<Mxfp4, Dot8>(),
@@ -339,11 +349,11 @@ double seconds_of(Product product, const Stack& stack, int64_t tokens, int64_t m
 
 Products code_products(int64_t format) {
     const Way& own = choice().way();
-    return format == I8 ? own.int8 : format == I4 ? own.int4 : format == MXFP4 ? own.mxfp4 : own.uint4;
+    return format == I8 ? own.int8 : format == I6 ? own.int6 : format == I4 ? own.int4 : format == MXFP4 ? own.mxfp4 : own.uint4;
 }
 
 int64_t words_of_four(int64_t format) {
-    return format == I8 || format == MXFP4 ? choice().way().words8 : choice().way().words4;
+    return format == I8 || format == I6 || format == MXFP4 ? choice().way().words8 : choice().way().words4;
 }
 
 Product short_product(int64_t format) {
