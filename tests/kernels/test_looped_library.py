@@ -150,7 +150,8 @@ def test_a_product_in_panels(
 @settings(max_examples=20)
 @given(
     num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int6", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40), seed=st.integers(0, 99),
+    width=st.sampled_from(["int8", "int6", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40),
+    seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_codes(
     instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int, seed: int

@@ -62,6 +62,8 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     using Own = std::conditional_t<Dot::NARROW, shorts, ints>;
     constexpr int RUN = GROUP ? GROUP : SPAN, WIDE = wide(T), VECTORS = P * WIDE, UNITS = RUN / Form::COLS;
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
+    // Whether four columns, which take six operations to put together, are kept for both passes.
+    constexpr bool KEEPS = Form::BITS == 6 && Dot::PASSES > 1 && (T + 2) * VECTORS + 2 <= (W == 16 ? 32 : 16);
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     sums += v * W, weight += v * W * 4;  // of the first vector: further ones lie at distances that are constants
     const int64_t group = GROUP ? GROUP : stack.group;
@@ -80,13 +82,21 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                 }
             for (int done = 0; done < UNITS; done += AT_ONCE) UNROLL for (int unit = 0; unit < AT_ONCE; ++unit) {
                 UNROLL for (int part = 0; part < Quads<Form>::COUNT; ++part) {
+                    bits quads[VECTORS];
+                    if constexpr (KEEPS)
+                        UNROLL for (int i = 0; i < VECTORS; ++i)
+                            quads[i] = Quads<Form>::of(Form::stored(lies(weight, i), i % WIDE), part);
                     UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
                         bits four[VECTORS];
                         const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
                         if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                         UNROLL for (int i = 0; i < VECTORS; ++i) {
-                            const auto stored = Form::stored(lies(from, i), i % WIDE);
-                            four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
+                            if constexpr (!KEEPS) {
+                                const auto stored = Form::stored(lies(from, i), i % WIDE);
+                                four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
+                            } else {
+                                four[i] = Dot::pass(quads[i], pass);
+                            }
                         }
                         Dot::template add<T, VECTORS>(own, four, codes);
                     }
@@ -144,24 +154,44 @@ INLINE CodeTile code_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
     return tiles[tokens - 1];
 }
 
+// Groups of six bits as bytes, each stored plus 32 as before.
+INLINE void widen_groups(const char* from, int64_t groups, char* to) {
+    constexpr int64_t OWN = Codes6::HEAD + Codes6::BYTES, WIDE = Codes<8>::HEAD + 4 * Codes<8>::BYTES;
+    for (; groups > 0; --groups, from += OWN, to += WIDE) {
+        std::memcpy(to, from, Codes6::HEAD);
+        for (int v = 0; v < VECS; ++v) {
+            const Codes6::Unit own = Codes6::stored(from + Codes6::HEAD, v);
+            UNROLL for (int part = 0; part < 4; ++part) {
+                const bits four = Codes6::four(own, part);
+                std::memcpy(to + Codes<8>::HEAD + part * Codes<8>::BYTES + v * W * 4, &four, sizeof four);
+            }
+        }
+    }
+}
+
 // One panel times all tokens: sums [tokens][32]. More tokens than a tile has take turns at a block of columns, which
-// stays in the nearest cache, and meanwhile ask for the next, each for its share.
-template <class Form, class Dot>
+// stays in the nearest cache, and meanwhile ask for the next, each for its share. Used: the form of that block.
+template <class Form, class Dot, class Used = Form>
 void code_panel(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
     const bool once = groups.count == 1 && wide(groups.tokens) == VECS;
     const int64_t block = once ? stack.cols : CODE_BLOCK, per_group = 2 + stack.group / 4 * Dot::PASSES;
+    constexpr bool WIDENS = !std::is_same_v<Form, Used>;
+    if constexpr (WIDENS)
+        if (groups.count == 1) return code_panel<Form, Dot>(stack, panel, x, groups, sums);
+    alignas(64) char bytes[WIDENS ? CODE_BLOCK / 16 * (Used::HEAD + 16 / Used::COLS * Used::BYTES) : 1];
     for (int64_t first = 0; first < stack.cols; first += block) {
-        const int64_t count = std::min(block, stack.cols - first), units = count / Form::COLS;
-        const char* weight = panel + offset<Form>(stack, first);
+        const int64_t count = std::min(block, stack.cols - first), units = count / Used::COLS;
+        const char *weight = panel + offset<Form>(stack, first), *used = weight;
         const char* next = panel + offset<Form>(stack, first + count);
+        if constexpr (WIDENS) widen_groups(weight, count / 16, bytes), used = bytes;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
-            const CodeTile own = code_tile_of<Form, Dot>(size, UpToMost{});
+            const CodeTile own = code_tile_of<Used, Dot>(size, UpToMost{});
             const int32_t* from = codes + (begin * stack.cols + first * size) / stack.group * per_group;
             for (int v = 0; v < VECS; v += wide(size))
-                own(stack, weight, from, count, v, sums + begin * PANEL,
+                own(stack, used, from, count, v, sums + begin * PANEL,
                     once ? Prefetch{panel + ahead_of(size), Form::BYTES, 0, Form::HEAD}
                          : share_of(next, next - weight, units, groups, group, v));
         }
@@ -262,7 +292,14 @@ template <class Form, class Dot>
 void code_pair(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
-    const Prefetch fetch{panel + AHEAD, Form::BYTES, groups.apart ? groups.apart : stack.panel_bytes, Form::HEAD};
+    const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
+    if constexpr (Form::BITS == 6 && W == 8) {  // no registers for both
+        for (int i = 0; i < 2; ++i, panel += apart, sums += PANEL)
+            code_tile<Form, Dot, 1, 1>(stack, panel, codes, stack.cols, 0, sums,
+                                       {panel + AHEAD, Form::BYTES, 0, Form::HEAD});
+        return;
+    }
+    const Prefetch fetch{panel + AHEAD, Form::BYTES, apart, Form::HEAD};
     if (groups.tokens == 1) code_tile<Form, Dot, 1, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
     if constexpr (PAIR_TOKENS > 1)
         if (groups.tokens == 2) code_tile<Form, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
@@ -282,14 +319,14 @@ struct Way {  // to sum
     Product of_bf16, of_f16, of_fp8;  // in int16
     int words8, words4;  // of four codes of a token
 };
-template <class Form, class Dot>
+template <class Form, class Dot, class Used = Form>
 Products products() {
-    return {code_panel<Form, Dot>, code_pair<Form, Dot>};
+    return {code_panel<Form, Dot, Used>, code_pair<Form, Dot>};
 }
 template <class Dot8, class Dot4, class Dot16>
 Way way() {
     return {products<Codes<8>, Dot8>(),
-            products<Codes6, Dot8>(),
+            products<Codes6, Dot8, Codes<8>>(),
             products<Codes<4>, Dot4>(),
             products<Unsigned4, Dot4>(),
             products<Mxfp4, Dot8>(),
@@ -349,7 +386,13 @@ double seconds_of(Product product, const Stack& stack, int64_t tokens, int64_t m
 
 Products code_products(int64_t format) {
     const Way& own = choice().way();
-    return format == I8 ? own.int8 : format == I6 ? own.int6 : format == I4 ? own.int4 : format == MXFP4 ? own.mxfp4 : own.uint4;
+    switch (format) {
+        case I8: return own.int8;
+        case I6: return own.int6;
+        case I4: return own.int4;
+        case MXFP4: return own.mxfp4;
+        default: return own.uint4;
+    }
 }
 
 int64_t words_of_four(int64_t format) {
