@@ -21,7 +21,7 @@ DEEP = (
 )  # fmt: skip
 ENGINES = ("peers_all_100m", "peers_all_100m_avx2", "peers_all_100m_intel", *HYBRIDS, *DEEP)
 FILES = (
-    "peers_llama_bench_avx2", "peers_llama_bench_avx2_intel", "peers_llama_bench_intel",
+    "peers_llama_bench_avx2", "peers_llama_bench_avx2_intel", "peers_llama_bench_intel", "peers_llama_bench_amd",
     "peers_llama_bench_depths_intel",
     "peers_llama_bench_mixture_avx2", "peers_llama_bench_mixture_intel", "peers_llama_bench_gpt_oss_intel",
 )  # fmt: skip
