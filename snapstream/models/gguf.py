@@ -639,10 +639,12 @@ def _blocks_of_q4_k(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], n
 def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
     """Whole numbers as unsigned codes as ``kernels/groups.py`` packs them, uint8."""
     import numpy
-    import torch
-
-    from snapstream.kernels.groups import pack
 
     codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
-    packed: np.ndarray[Any, Any] = pack(torch.from_numpy(codes), bits).numpy()
-    return packed
+    if bits == 6:
+        quads = codes.reshape(*codes.shape[:-1], -1, 4, 4)
+        low, high = quads & 15, quads >> 4 << numpy.array([[0], [2], [4], [6]], dtype=numpy.uint8)
+        halves = low[..., ::2, :] | low[..., 1::2, :] << 4
+        upper = numpy.bitwise_or.reduce(high, -2, keepdims=True)
+        return numpy.concatenate((halves, upper), -2).reshape(*codes.shape[:-1], -1)
+    return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
