@@ -70,16 +70,17 @@ struct Some {
     float *peak, *total, *mixed;  // [count], [count], [U / 32][count][32]
 };
 
-// 2^x of x up to 0, and of what is no number; less exact than simd.h's e^x, more than bf16 is.
+// 2^x of x up to 0, and of what is no number; less exact than simd.h's e^x, more than bf16 is. Zero in place of what would
+// be subnormal, which some processors take long to make.
 INLINE vec power(vec x) {
-    const vec low = (vec)_mm512_max_ps((__m512)all(-200.0f), (__m512)x);  // that way round NaN stays
-    const vec n = (vec)_mm512_roundscale_ps((__m512)low, 0), f = low - n;
+    const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-125.0f), _CMP_NLT_UQ);  // NaN does
+    const vec n = (vec)_mm512_roundscale_ps((__m512)x, 0), f = x - n;
     vec p = all(9.5700998e-3f);
     p = p * f + 5.5917860e-2f;
     p = p * f + 2.4024745e-1f;
     p = p * f + 6.9312181e-1f;
     p = p * f + 0.99999926f;
-    return (vec)_mm512_scalef_ps((__m512)p, (__m512)n);
+    return (vec)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
 }
 
 class Task {
@@ -147,8 +148,8 @@ class Task {
         }
     }
 
-    // Scores of each query to shares of its largest score; what was found before is corrected to that. One step for all
-    // queries after the other, so that none waits for the sums over lanes of another.
+    // Scores of each query to shares of its largest score; what was found before is corrected to that. All queries take
+    // each step before the next, so that none waits for the sum over the lanes of another.
     void soften(const Some& some, int64_t first, int64_t count, int64_t panels) {
         static_assert(MOST <= W);
         const int64_t T = some.count, apart = T * PANEL;  // from panel to panel
