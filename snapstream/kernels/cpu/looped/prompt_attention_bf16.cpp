@@ -24,7 +24,7 @@ constexpr int64_t TASK_QUERIES = 768;  // of all heads; fewer would pack keys to
 int64_t panels_of(int64_t count) { return (count + PANEL - 1) / PANEL; }
 int64_t even(int64_t count) { return (count + 1) / 2 * 2; }
 
-// Keys [n, size] as panels [n / 32][size / 2][32] of pairs; zeros where there is no key. W keys at a time are transposed.
+// Keys [n, size] as panels [n / 32][size / 2][32] of pairs; zeros where there is no key. W keys are transposed at once.
 void pack_keys(const float* keys, int64_t stride, int64_t n, int64_t size, uint32_t* to) {
     const int64_t units = even(size) / 2;
     for (int64_t first = 0; first < panels_of(n) * PANEL; first += W)
@@ -70,8 +70,8 @@ struct Some {
     float *peak, *total, *mixed;  // [count], [count], [U / 32][count][32]
 };
 
-// 2^x of x up to 0, and of what is no number; less exact than simd.h's e^x, more than bf16 is. Zero in place of what would
-// be subnormal, which some processors take long to make.
+// 2^x of x up to 0, and of what is no number; less exact than simd.h's e^x, more than bf16 is. Zero in place of what
+// would be subnormal, which some processors take long to make.
 INLINE vec power(vec x) {
     const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-125.0f), _CMP_NLT_UQ);  // NaN does
     const vec n = (vec)_mm512_roundscale_ps((__m512)x, 0), f = x - n;
