@@ -384,6 +384,20 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
         read_model_config(first)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q6_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}])
+def test_two_ranks(kind: str | dict[str, str], tmp_path: Path) -> None:
+    """Each reads its rows and columns of codes, of which sixteen of six bits lie in three words."""
+    folder = save(make_model("llama-mha", **SIZES | {"num_key_value_heads": 2}), tmp_path / "model")
+    file = write_gguf(folder, tmp_path / "model.gguf", kind)
+    found = []
+    for ranks in (1, 2):
+        with LLM(file, tensor_parallel=ranks, max_model_len=64, progress=False) as llm:
+            outputs = llm.generate([[5, 6, 7, 8, 9], [11, 12, 13]], SamplingParams(max_tokens=12, temperature=0.0))
+            found.append([output.token_ids for output in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(("width", "layers", "tables", "line"), [
     ("auto", MIXED_FINE, FINE, None),
     ("int8", INT8, INT8, f"layers are kept in {INT8}"),
