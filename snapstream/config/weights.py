@@ -45,8 +45,9 @@ class WeightFormat:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, get_args(WeightDType))
         if self.is_quantized and not self.is_fp8:
-            known = (SUB_BLOCK,) if self.dtype == "int6" else (SUB_BLOCK, *GROUPS) if self.dtype == "int8" else GROUPS
-            check(self.group in known, f"group is {self.group}; it must be one of {', '.join(map(str, known))}")
+            asked = (SUB_BLOCK,) if self.dtype == "int6" else GROUPS
+            known = self.group in asked or (self.group == SUB_BLOCK and self.dtype == "int8")
+            check(known, f"group is {self.group}; it must be one of {', '.join(map(str, asked))}")
         else:
             check(self.group == 0, f"group is {self.group}; {self.dtype} weights have no groups")
             rounds = self.rounds_inputs and self.dtype != "bfloat16"
