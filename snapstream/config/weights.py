@@ -28,7 +28,7 @@ MXFP4_GROUP = 32  # numbers along the input that share a power of two
 # number against an eighth; and 32 numbers of a row fill a kernel's vector.
 DEFAULT_GROUP = 32
 GROUPS = (32, 64, 128)
-SUB_BLOCK = 16  # the group of int6, Q6_K of GGUF files, and of int8 that holds other types beside it
+SUB_BLOCK = 16  # the group of int6, Q6_K of GGUF files, and of int8 that holds it and other types
 INT16_GROUP = 32  # numbers along the input that share a scale in products of int16
 
 

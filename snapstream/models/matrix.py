@@ -1,6 +1,6 @@
-"""Matrices of a model in memory: row-major, in one of nine formats (``WeightFormat``).
+"""Matrices of a model in memory: row-major, in one of ten formats (``WeightFormat``).
 
-``encode`` and ``decode`` define a quantized format: int8, int4, uint4 and MXFP4 groups (``kernels/groups.py``), and FP8
+``encode`` and ``decode`` define a quantized format: int8 to int4, uint4, MXFP4 groups (``kernels/groups.py``), and FP8
 blocks of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its
 product and never see the storage. Low precision is dequantized block by block before it is multiplied, on any device;
 for few tokens kernels may read the quantized values. ``panels.py`` has the layout of the looped library. Prefill
