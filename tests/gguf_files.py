@@ -321,8 +321,8 @@ def raw_blocks(shape: tuple[int, ...], kind: Kind, seed: int) -> np.ndarray[Any,
     data = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), dtype=np.uint8)
     own = {Kind.Q6_K: 2**-14, Kind.Q4_K: 2**-9}.get(kind, 2e-3)  # times a whole number exact in fp16
     scale = np.frombuffer(np.float16(own).tobytes(), dtype=np.uint8)
-    places = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_NL: (0,), Kind.IQ4_XS: (0,)}
-    for at in places[kind]:
+    places = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+    for at in places.get(kind, (0,)):
         data[..., at : at + 2] = scale
     return data.reshape(*shape[:-1], -1)
 

@@ -14,13 +14,20 @@ from typing import Literal, cast, get_args
 from snapstream.config.values import DTYPE_BYTES, DType, check, check_choice
 
 QuantizedDType = Literal["int8", "int4"]
-# The last four only as checkpoints have them.
-WeightDType = Literal["float32", "bfloat16", "float16", "int8", "int4", "int6", "uint4", "fp8", "mxfp4"]
+# Those from uint4 on only as checkpoints have them.
+WeightDType = Literal[
+    "float32", "bfloat16", "float16", "int8", "int4", "uint4", "fp8", "mxfp4", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"
+]
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 ActivationOption = Literal["auto", "dtype", "int8"]
 PrefillInputs = Literal["bfloat16", "int8", "int16"]
 
-QUANTIZED_BITS: dict[str, int] = {"int8": 8, "int6": 6, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4}
+QUANTIZED_BITS: dict[str, int] = {
+    "int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4, "q3_k": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6, "iq4_xs": 4
+}  # fmt: skip
+# K-quants of GGUF files: numbers along the input that share a scale, which is an integer times a factor of a block.
+K_GROUPS = {"q3_k": 16, "q4_k": 32, "q5_k": 32, "q6_k": 16, "iq4_xs": 32}
+K_BLOCK = 256
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
 MXFP4_GROUP = 32  # numbers along the input that share a power of two
@@ -28,7 +35,6 @@ MXFP4_GROUP = 32  # numbers along the input that share a power of two
 # number against an eighth; and 32 numbers of a row fill a kernel's vector.
 DEFAULT_GROUP = 32
 GROUPS = (32, 64, 128)
-SUB_BLOCK = 16  # the group of int6, Q6_K of GGUF files, and of int8 that holds it and other types
 INT16_GROUP = 32  # numbers along the input that share a scale in products of int16
 
 
@@ -37,7 +43,7 @@ class WeightFormat:
     """How one matrix is stored."""
 
     dtype: WeightDType
-    group: int = 0  # of integers and FP4: numbers along the input that share a scale, of uint4 a minimum too
+    group: int = 0  # of integers and FP4: numbers along the input that share a scale, and a minimum if there are any
     # Whether decode rounds the inputs of its GEMMs: with quantized values to int8, per token and group, with bf16 to
     # bf16.
     rounds_inputs: bool = False
@@ -45,9 +51,8 @@ class WeightFormat:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, get_args(WeightDType))
         if self.is_quantized and not self.is_fp8:
-            asked = (SUB_BLOCK,) if self.dtype == "int6" else GROUPS
-            known = self.group in asked or (self.group == SUB_BLOCK and self.dtype == "int8")
-            check(known, f"group is {self.group}; it must be one of {', '.join(map(str, asked))}")
+            known = (K_GROUPS[self.dtype],) if self.is_k_quant else GROUPS
+            check(self.group in known, f"group is {self.group}; it must be one of {', '.join(map(str, known))}")
         else:
             check(self.group == 0, f"group is {self.group}; {self.dtype} weights have no groups")
             rounds = self.rounds_inputs and self.dtype != "bfloat16"
@@ -74,6 +79,37 @@ class WeightFormat:
         return self.dtype == "uint4"
 
     @property
+    def is_k_quant(self) -> bool:
+        """Integers as K-quants of GGUF files have them, with scales of eight bits."""
+        return self.dtype in K_GROUPS
+
+    @property
+    def has_minimums(self) -> bool:
+        """Whether groups have minimums beside scales."""
+        return self.dtype in ("uint4", "q4_k", "q5_k")
+
+    @property
+    def block(self) -> int:
+        """Numbers along the input that cannot be stored apart."""
+        return K_BLOCK if self.is_k_quant else self.group
+
+    @property
+    def factor_bytes(self) -> int:
+        """Of a block of a K-quant: the fp16 factors of its scales and minimums, before these."""
+        return SCALE_BYTES * (1 + self.has_minimums)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a block: scales, minimums and factors."""
+        if self.is_k_quant:
+            return self.factor_bytes + K_BLOCK // self.group * (1 + self.has_minimums)
+        return 1 if self.is_mxfp4 else SCALE_BYTES * (1 + self.has_minimums)
+
+    def scales_shape(self, num_in: int) -> tuple[int, ...]:
+        """Of the scales of a row of ``num_in`` numbers in groups."""
+        return (num_in // self.block, *((self.scale_bytes,) if self.is_k_quant else ()))
+
+    @property
     def bits(self) -> int:
         """Of a number, without its share of a scale."""
         return QUANTIZED_BITS.get(self.dtype) or 8 * DTYPE_BYTES[self.dtype]
@@ -93,14 +129,13 @@ class WeightFormat:
             return (
                 count + prod(shape[:-2]) * prod(-(-size // FP8_BLOCK) for size in shape[-2:]) * DTYPE_BYTES["float32"]
             )
-        scale_bytes = 1 if self.is_mxfp4 else 2 * SCALE_BYTES if self.is_uint4 else SCALE_BYTES
-        return count * self.bits // 8 + (count // self.group * scale_bytes if self.is_quantized else 0)
+        return count * self.bits // 8 + (count // self.block * self.scale_bytes if self.is_quantized else 0)
 
     def describe(self) -> str:
         """In a few words: ``int4 in groups of 32``."""
         if self.is_fp8:
             return f"fp8 in blocks of {FP8_BLOCK} by {FP8_BLOCK}"
-        return f"{self.dtype} in groups of {self.group}" if self.is_quantized else self.dtype
+        return f"{self.dtype} in groups of {self.group}" if self.group and not self.is_k_quant else self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +244,6 @@ class StoredWeights:
     tables: WeightFormat | None = None  # of the embedding and the output embedding, if they are quantized too
     packing: Packing | None = None  # of the layers' matrices in the files; None: as ``quantized``
     dequantized: tuple[str, ...] = ()  # names of quantized formats that are read as floats
-    in_sub_blocks: tuple[str, ...] = ()  # of those that are integers in groups of ``SUB_BLOCK`` above
     # Formats of single matrices where ``quantized`` or ``tables`` is None: each with ``stack_name`` of those in it; and
     # the names among ``dequantized`` that are kept in them.
     own: tuple[tuple[WeightFormat, frozenset[str]], ...] = ()
@@ -227,20 +261,11 @@ class StoredWeights:
         own = stack_name(name) if self.own else name
         return next((form for form, names in self.own if own in names), None)
 
-    @property
-    def has_sub_blocks(self) -> bool:
-        """Whether matrices of the layers are integers in groups of ``SUB_BLOCK``."""
-        return any(form is not None and form.group == SUB_BLOCK for form in (self.quantized, self.attention))
-
     def dequantized_in(self, formats: WeightFormats) -> tuple[str, ...]:
         """Names of the quantized formats that are read as floats, or to be quantized again, if matrices are kept in
         ``formats``.
         """
-        kept = [form for form in (formats.layers, formats.attention, formats.tables) if form and form.group]
-        wanted = {form.group for form in (self.quantized, self.attention, self.tables) if form is not None}
-        more = SUB_BLOCK in wanted and all(form.group != SUB_BLOCK for form in kept)
-        names = {*self.dequantized, *(self.in_sub_blocks if more else ())}
-        return tuple(sorted(names - {*self.in_own} if formats.own else names))
+        return tuple(name for name in self.dequantized if not formats.own or name not in self.in_own)
 
     def describe_quantized(self) -> str:
         """In a few words; only of a quantised checkpoint."""

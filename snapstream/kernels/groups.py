@@ -1,11 +1,10 @@
-"""Weights as small integers in groups: int8, int6, int4 and uint4 in plain PyTorch, which faster versions equal.
+"""Weights as small integers in groups, in plain PyTorch, which faster versions equal.
 
 Along the input of a matrix every ``group`` numbers share a scale in fp16, and a number is ``(code - offset) * scale``.
 Codes are unsigned: of 8 bits with an offset of 128, of 4 bits with one of 8, two to a byte, the first in the low half.
-That is how ``pack-quantized`` checkpoints lay their bytes too. Of 6 bits with an offset of 32, sixteen in twelve bytes
-as panels have them (``cpu/looped/panels.h``). Symmetric: zero stays zero. Of 8 bits the largest
+That is how ``pack-quantized`` checkpoints lay their bytes too. Symmetric: zero stays zero. Of 8 bits the largest
 magnitude of a group is 127. Of 4 bits it is -8, by a scale that has the other sign if need be: sixteen codes are in
-use, not fifteen, for which a number of the same size and the other sign is cut to 7; of 6 bits likewise, from -32.
+use, not fifteen, for which a number of the same size and the other sign is cut to 7.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from snapstream.config.weights import WeightFormat
+
 SCALE_DTYPE = torch.float16
 
 
-def scale_dtype(dtype: str) -> torch.dtype:
-    """Of the scales of weights in ``dtype``, int8, int6, int4, uint4 or mxfp4."""
-    return {"mxfp4": torch.uint8, "uint4": torch.int32}.get(dtype, SCALE_DTYPE)
+def scale_dtype(form: WeightFormat) -> torch.dtype:
+    """Of the scales of weights in groups."""
+    return torch.uint8 if form.is_mxfp4 or form.is_k_quant else torch.int32 if form.is_uint4 else SCALE_DTYPE
 
 
 def largest_value(bits: int) -> int:
@@ -83,6 +84,63 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return pack(codes.flatten(-2).to(torch.uint8), 4), scales
 
 
+# K-quants of llama.cpp, with codes and scales in another order. A block of 256 numbers has an fp16 factor of its
+# scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, each times
+# its factor. A number is ``(code - offset) * scale + minimum``; codes of iq4_xs are places in a table.
+_K_OFFSETS = {"q3_k": 8, "q4_k": 0, "q5_k": 0, "q6_k": 32, "iq4_xs": 0}
+_K_CODES = {"q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+def k_scales(scales: Tensor, form: WeightFormat) -> list[Tensor]:
+    """Scales ``[..., in / group]`` fp32, and minimums if there are any, of ``scales [..., in / 256, n]`` uint8."""
+    factors = scales[..., : form.factor_bytes].contiguous().view(SCALE_DTYPE).float()  # [..., blocks, 1 or 2]
+    own = scales[..., form.factor_bytes :].view(torch.int8).float().unflatten(-1, (factors.shape[-1], -1))
+    return [line.flatten(-2) for line in (own * factors[..., None]).unbind(-2)]
+
+
+def k_numbers(codes: Tensor, form: WeightFormat) -> Tensor:
+    """What is times the scale, fp32 ``[..., in]``, of ``codes [..., in * bits / 8]``."""
+    places = unpack(codes, form.bits)
+    if form.dtype == "iq4_xs":
+        return torch.tensor(IQ4_NUMBERS, dtype=torch.float32, device=codes.device)[places.int()]
+    return places.float().sub_(_K_OFFSETS[form.dtype])
+
+
+def dequantize_k(codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
+    """The numbers ``[..., in]`` fp32 of ``codes [..., in * bits / 8]`` and ``scales [..., in / 256, n]``, uint8."""
+    lines = [line[..., None] for line in k_scales(scales, form)]
+    numbers = k_numbers(codes, form).unflatten(-1, (-1, form.group)).mul_(lines[0])
+    return (numbers.add_(lines[1]) if form.has_minimums else numbers).flatten(-2)
+
+
+def quantize_k(x: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Codes and scales of ``x [..., in]``: with minimums the least number of a group is code 0, otherwise the largest
+    magnitude is the least code, both but for the rounding of scales to eight bits.
+    """
+    groups = x.float().unflatten(-1, (-1, form.group))
+    least, most = _K_CODES.get(form.dtype, (0, 0))
+    if form.has_minimums:
+        low, high = groups.aminmax(dim=-1)
+        wanted = [over(high - low, most), low]
+    else:
+        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+        wanted = [over(largest, least - _K_OFFSETS[form.dtype] if most else IQ4_NUMBERS[0])]
+    blocks = torch.stack(wanted, -2).unflatten(-1, (-1, form.block // form.group)).movedim(-3, -2)
+    factors = over(blocks.abs().amax(-1), 127).to(SCALE_DTYPE)  # [..., blocks, 1 or 2]
+    divisor = torch.where(factors == 0, torch.inf, factors.float())[..., None]
+    own = (blocks / divisor).round_().clamp_(-127, 127).to(torch.int8)
+    scales = torch.cat((factors.view(torch.uint8), own.flatten(-2).view(torch.uint8)), -1)
+    lines = [line[..., None] for line in k_scales(scales, form)]
+    numbers = (groups - lines[1] if form.has_minimums else groups) / torch.where(lines[0] == 0, torch.inf, lines[0])
+    if most:
+        codes = numbers.round_().add_(_K_OFFSETS[form.dtype]).clamp_(least, most)
+    else:
+        table = torch.tensor(IQ4_NUMBERS, dtype=torch.float32, device=x.device)
+        codes = torch.bucketize(numbers.contiguous(), (table[1:] + table[:-1]) / 2)
+    return pack(codes.flatten(-2).to(torch.uint8), form.bits), scales
+
+
 # MXFP4 (OCP Microscaling Formats 1.0): codes of four bits, sign, two of the exponent, one of the fraction, and a scale
 # of eight bits per 32 numbers, a power of two.
 _MXFP4_HALVES = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the magnitude of a code
@@ -111,23 +169,25 @@ def quantize_mxfp4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes ``[..., in]``, one to a byte, as they are stored."""
-    if bits == 6:
-        quads = codes.unflatten(-1, (-1, 4, 4))  # [..., in / 16, 4, 4]
+    """Unsigned codes ``[..., in]``, one to a byte, as they are stored. Of five and six bits as panels have them
+    (``cpu/looped/panels.h``): the lower four of 32 or sixteen numbers, then the others.
+    """
+    if bits in (5, 6):
+        quads = codes.unflatten(-1, (-1, 8 // (bits - 4), 4))  # [..., units, 8 or 4, 4]
         low, high = quads & 15, quads >> 4
-        halves = low[..., ::2, :] | low[..., 1::2, :] << 4  # [..., in / 16, 2, 4]
-        upper = high[..., 0, :] | high[..., 1, :] << 2 | high[..., 2, :] << 4 | high[..., 3, :] << 6
+        halves = low[..., ::2, :] | low[..., 1::2, :] << 4
+        upper = sum(own << (bits - 4) * place for place, own in enumerate(high.unbind(-2)))
         return torch.cat((halves, upper.unsqueeze(-2)), -2).flatten(-3)
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Unsigned codes ``[..., in]`` uint8, one to a byte."""
-    if bits == 6:
-        lines = packed.unflatten(-1, (-1, 3, 4))  # [..., in / 16, 3, 4]
-        halves, upper = lines[..., :2, :], lines[..., 2, :]
-        low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3, -2)  # [..., in / 16, 4, 4]
-        high = torch.stack([upper >> shift & 3 for shift in (0, 2, 4, 6)], -2)
+    if bits in (5, 6):
+        lines = packed.unflatten(-1, (-1, 4 // (bits - 4) + 1, 4))  # [..., units, 5 or 3, 4]
+        halves, upper = lines[..., :-1, :], lines[..., -1, :]
+        low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3, -2)  # [..., units, 8 or 4, 4]
+        high = torch.stack([upper >> place & 2 ** (bits - 4) - 1 for place in range(0, 8, bits - 4)], -2)
         return (low | high << 4).flatten(-3)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 

@@ -209,14 +209,17 @@ def packed_tensors(name: str, shape: Shape, form: WeightFormat, *, has_one_scale
     if form.is_fp8:
         scales = () if has_one_scale else (-(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
         return {name: (shape, (FP8_STORED,)), name + FP8_SCALES: (scales, ("F32", "BF16"))}
-    if num_in % form.group:
+    if num_in % form.block:
         raise ValueError(
-            f"quantization_config has groups of {form.group}; the rows of {name} have {num_in} numbers, which must be "
+            f"quantization_config has groups of {form.block}; the rows of {name} have {num_in} numbers, which must be "
             f"a multiple of it"
         )
     return {
         name + PACKED: ((num_out, num_in * form.bits // 32), ("I32",)),
-        name + SCALES: ((num_out, num_in // form.group), ("I32",) if form.is_uint4 else FLOAT_DTYPES),
+        name + SCALES: (
+            (num_out, *form.scales_shape(num_in)),
+            ("I32",) if form.is_uint4 else ("U8",) if form.is_k_quant else FLOAT_DTYPES,
+        ),
         name + SHAPE: ((2,), ("I64", "I32")),
     }
 
@@ -305,13 +308,14 @@ def _scales_of(name: str, packing: Packing) -> str:
     return name.removesuffix(".weight") + GPTQ_SCALES if is_gptq else name + SCALES
 
 
-def read_scales(name: str, cut: Cut, group: int, manifest: Mapping[str, StoredTensor]) -> Tensor:
+def read_scales(name: str, cut: Cut, form: WeightFormat, manifest: Mapping[str, StoredTensor]) -> Tensor:
     """Stored scales of a slice of the matrix ``name``; ValueError if the stored shape is another."""
     stored = _tensor(name + SHAPE, (slice(0, 2),), manifest).tolist()
     if stored != list(cut.whole):
         file = manifest[name + SHAPE].file
         raise ValueError(f"{file}: {name}{SHAPE} holds {stored}; the config asks for {list(cut.whole)}")
-    return _tensor(name + SCALES, cut.scaled((1, group)), manifest)
+    of_block = (slice(0, form.scale_bytes),) if form.is_k_quant else ()
+    return _tensor(name + SCALES, (*cut.scaled((1, form.block)), *of_block), manifest).to(scale_dtype(form))
 
 
 def read_block_scales(name: str, cut: Cut, manifest: Mapping[str, StoredTensor]) -> Tensor:
@@ -426,8 +430,14 @@ def _with_normed_scales(values: Tensor, scales: Tensor, form: WeightFormat, eps:
         decode(codes, own, form).square().mean(-1, keepdim=True).add_(eps).rsqrt_()
         for codes, own in zip(values.split(4096), scales.split(4096), strict=True)
     ]
-    normed = scales.contiguous().view(SCALE_DTYPE).float() * torch.cat(factors)
-    return normed.to(SCALE_DTYPE).view(scales.dtype)
+    own = _factors(scales, form)
+    normed = (own.float() * torch.cat(factors).view(-1, *[1] * (own.dim() - 1))).to(SCALE_DTYPE).view(scales.dtype)
+    return torch.cat((normed, scales[..., form.factor_bytes :]), -1) if form.is_k_quant else normed
+
+
+def _factors(scales: Tensor, form: WeightFormat) -> Tensor:
+    """The floats among ``scales``, fp16."""
+    return (scales[..., : form.factor_bytes] if form.is_k_quant else scales).contiguous().view(SCALE_DTYPE)
 
 
 def _num_elements(cut: Cut) -> int:
@@ -442,7 +452,7 @@ def _fill_quantized(
     part, own = cut.part, cut.part.name
     if form.is_mxfp4:
         return _fill_mxfp4(weights, own, cut, form, manifest)
-    outer = cut.aligned((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.group))
+    outer = cut.aligned((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.block))
     if form.is_fp8:
         values, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
         bounds = {own: _block_bounds(values, scales)}
@@ -450,12 +460,13 @@ def _fill_quantized(
         rows, columns = outer.slices
         words = slice(columns.start * form.bits // 32, columns.stop * form.bits // 32)
         values = read_part(shard, name, (rows, words)).view(torch.uint8)
-        scales = read_scales(own, outer, form.group, manifest).to(scale_dtype(form.dtype))
-        bounds = {own + SCALES: _minmax(scales.contiguous().view(SCALE_DTYPE))}
+        scales = read_scales(own, outer, form, manifest)
+        bounds = {own + SCALES: _minmax(_factors(scales, form))}
         scales = scales if row_eps is None else _with_normed_scales(values, scales, form, row_eps)
     target = weights.matrices[part.target]
-    is_whole = form.is_fp8 or target.shape[-1] % form.group == 0  # else groups reach into the next layer
-    is_kept = not target.form.is_quantized or (target.form.dtype, target.form.group) == (form.dtype, form.group)
+    is_whole = form.is_fp8 or target.shape[-1] % form.block == 0  # else groups reach into the next layer
+    is_kept = (target.form.dtype, target.form.group) == (form.dtype, form.group)
+    is_kept |= not (target.form.is_quantized or form.is_k_quant)
     if outer == cut and is_whole and is_kept:
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
     else:  # the shard cuts through groups, and is stored as floats; or another format was asked for
@@ -514,7 +525,7 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
     """
     if rounded is None or rounded.is_fp8:
         return read_part(shard, name, cut.slices)
-    outer = cut.aligned((1, rounded.group))
+    outer = cut.aligned((1, rounded.block))
     values = encode(read_part(shard, name, outer.slices), rounded)
     return decode(*values, rounded)[cut.within(outer)]
 
@@ -575,13 +586,13 @@ def _padded_values(values: Tensor, scales: Tensor, cut: Cut, form: WeightFormat)
     if form.is_fp8:
         values, units = _blocks_in_order(values, cut.part), (FP8_BLOCK, FP8_BLOCK)
     else:
-        values, scales, units = _in_order(values, cut.part), _in_order(scales, cut.part), (1, form.group)
+        values, scales, units = _in_order(values, cut.part), _in_order(scales, cut.part), (1, form.block)
     if not any(cut.missing):
         return values, scales
     rows, columns = cut.part.shape
     padded = values.new_zeros(rows, columns * form.bits // 8)
     padded[: values.shape[0], : values.shape[1]] = values
-    of_scales = scales.new_zeros(-(-rows // units[0]), -(-columns // units[1]))
+    of_scales = scales.new_zeros(-(-rows // units[0]), -(-columns // units[1]), *scales.shape[2:])
     of_scales[: scales.shape[0], : scales.shape[1]] = scales
     return padded, of_scales
 

@@ -1,10 +1,9 @@
 """GGUF files as models: their tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
-beside them as int8; Q4_K and Q4_1 as uint4, which has minimums. Q6_K is int6 in groups of 16. Scales of K-quants,
-products of two numbers in the file, are rounded to fp16. They appear here as ``pack-quantized`` tensors
-(``checkpoint.py``), experts of gpt-oss as MXFP4. Other types are dequantized, by the ``gguf`` package, whose arithmetic
-is that of ggml. Files are mapped, and read slice by slice.
+beside them as int8; Q4_1 as uint4, which has minimums; K-quants as they are. They appear here as ``pack-quantized``
+tensors (``checkpoint.py``), experts of gpt-oss as MXFP4. Other types are dequantized, by the ``gguf`` package, whose
+arithmetic is that of ggml. Files are mapped, and read slice by slice.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
-from snapstream.config.weights import SUB_BLOCK, stack_name
+from snapstream.config.weights import K_GROUPS, stack_name
 from snapstream.models.gguf_architectures import Model
-from snapstream.models.gguf_header import FLOATS, Tensor, first_file
+from snapstream.models.gguf_header import FLOATS, K_QUANTS, Tensor, first_file
 from snapstream.models.gguf_settings import ROPE_TABLES, open_model, settings_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-IN_INT4, IN_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "Q6_K"}
+IN_INT4, IN_INT8 = {"Q4_0"}, {"Q4_0", "Q5_0", "Q8_0", "IQ4_NL"}
 GROUP = 32
 _INT8, _UINT4 = WeightFormat(dtype="int8", group=GROUP), WeightFormat(dtype="uint4", group=GROUP)
 OWN = {  # formats that hold the integers of a type
-    "Q4_0": WeightFormat(dtype="int4", group=GROUP), "Q4_1": _UINT4, "Q4_K": _UINT4, "Q5_0": _INT8, "Q8_0": _INT8,
-    "IQ4_NL": _INT8, "Q6_K": WeightFormat(dtype="int6", group=SUB_BLOCK),
+    "Q4_0": WeightFormat(dtype="int4", group=GROUP), "Q4_1": _UINT4, "Q5_0": _INT8, "Q8_0": _INT8, "IQ4_NL": _INT8,
+    **{dtype.upper(): WeightFormat(dtype=dtype, group=group) for dtype, group in K_GROUPS.items()},  # type: ignore[arg-type]
 }  # fmt: skip
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -105,18 +104,28 @@ def _stored(model: Model) -> StoredWeights:
     kept = {"attention", "layers"} if layers else set()
     kept |= {"tables"} if tables else set()
     rest = set().union(*(kinds for name, kinds in groups.items() if name not in kept))
-    in_sub_blocks = set().union(*(groups[name] for name in kept if "Q6_K" in groups[name]))
-    own, others = _own_types(model, groups.keys() - kept)
+    own, in_own = _own_formats(model, groups.keys() - kept)
+    return StoredWeights(
+        own=own, in_own=in_own, dtype=_float_dtype(rest), quantized=layers,
+        attention=None if attention == layers else attention, tables=tables,
+        dequantized=tuple(sorted(rest - FLOATS.keys())), has_float_dense=layers is not None,
+    )  # fmt: skip
+
+
+def _own_formats(
+    model: Model, groups: Collection[str]
+) -> tuple[tuple[tuple[WeightFormat, frozenset[str]], ...], tuple[str, ...]]:
+    """``StoredWeights.own`` of the matrices of these ``groups``, and its ``in_own``."""
+    own, others = _own_types(model, groups)
     by_form: dict[WeightFormat, set[str]] = {}
     for name, kind in own.items():
-        by_form.setdefault(OWN[kind], set()).add(name)
-    return StoredWeights(
-        own=tuple((form, frozenset(names)) for form, names in by_form.items()),
-        in_own=tuple(sorted({*own.values()} - others)),
-        dtype=_float_dtype(rest), quantized=layers, attention=None if attention == layers else attention,
-        tables=tables, dequantized=tuple(sorted(rest - FLOATS.keys())), in_sub_blocks=tuple(sorted(in_sub_blocks)),
-        has_float_dense=layers is not None,
-    )  # fmt: skip
+        form = _UINT4 if kind == "Q4_K" and _moves_columns(model, name) else OWN[kind]
+        by_form.setdefault(form, set()).add(name)
+    return tuple((form, frozenset(names)) for form, names in by_form.items()), tuple(sorted({*own.values()} - others))
+
+
+def _moves_columns(model: Model, name: str) -> bool:
+    return _orders(model).get(name.split(".", 3)[-1], (None, None))[1] is not None
 
 
 def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], set[str]]:
@@ -138,7 +147,11 @@ def _own_types(model: Model, groups: Collection[str]) -> tuple[dict[str, str], s
         changes = sum(kinds[one] != kinds[next_one] for one, next_one in pairwise(names))
         if changes <= matrix.endswith(".qkv"):
             found |= {name: next(iter(kinds[name])) for name in names if len(kinds[name]) == 1}
-    found = {name: kind for name, kind in found.items() if kind in OWN}
+    found = {
+        name: kind
+        for name, kind in found.items()
+        if kind in OWN and (kind == "Q4_K" or not (OWN[kind].is_k_quant and _moves_columns(model, name)))
+    }
     return found, set().union(*(own for name, own in kinds.items() if name not in found))
 
 
@@ -182,13 +195,11 @@ def _stored_mxfp4(model: Model, groups: Mapping[str, set[str]]) -> StoredWeights
             f"{model.architecture.name} is MXFP4"
         )
     attention, tables = (_integers(groups[name]) for name in ("attention", "tables"))
-    if attention is not None and attention.group == SUB_BLOCK:  # not on a GPU, where experts are kept
-        attention = None
     rest = (set() if attention else groups["attention"]) | (set() if tables else groups["tables"])
+    own, in_own = _own_formats(model, () if tables else ("tables",))
     return StoredWeights(
-        dtype=_float_dtype(rest), quantized=WeightFormat(dtype="mxfp4", group=GROUP), attention=attention,
-        tables=_finer(tables), dequantized=tuple(sorted(rest - FLOATS.keys())),
-        in_sub_blocks=("Q6_K",) if tables and tables.group == SUB_BLOCK else (),
+        own=own, in_own=in_own, dtype=_float_dtype(rest), quantized=WeightFormat(dtype="mxfp4", group=GROUP),
+        attention=attention, tables=_finer(tables), dequantized=tuple(sorted(rest - FLOATS.keys())),
     )  # fmt: skip
 
 
@@ -196,9 +207,7 @@ def _integers(kinds: set[str]) -> WeightFormat | None:
     """The format that holds the integers of blocks of these types."""
     if not kinds or not kinds <= IN_INT8:
         return None
-    if kinds == {"Q6_K"}:
-        return OWN["Q6_K"]
-    return WeightFormat(dtype="int4" if kinds <= IN_INT4 else "int8", group=SUB_BLOCK if "Q6_K" in kinds else GROUP)
+    return WeightFormat(dtype="int4" if kinds <= IN_INT4 else "int8", group=GROUP)
 
 
 def _finer(tables: WeightFormat | None) -> WeightFormat | None:
@@ -244,8 +253,7 @@ class View:
     shape: tuple[int, ...]
     dtype: str  # safetensors' name
     part: Kind = "numbers"
-    bits: int = 0  # of codes
-    group: int = 0  # of codes and scales
+    form: WeightFormat | None = None  # of codes and scales
     expert: int | None = None  # of a stored stack, the only one
     offset: float = 0.0  # what is subtracted
     is_log: bool = False  # the logarithm of the negated numbers
@@ -291,13 +299,15 @@ def _views(model: Model) -> dict[str, View]:
             continue
         own = {
             "_packed": ("codes", (count, shape[1] * form.bits // 32), "I32"),
-            "_scale": ("scales", (count, shape[1] // form.group), "I32" if form.is_uint4 else "F16"),
+            "_scale": (
+                "scales", (count, *form.scales_shape(shape[1])),
+                "I32" if form.is_uint4 else "U8" if form.is_k_quant else "F16",
+            ),
             "_shape": ("shape", (2,), "I64"),
-        }
+        }  # fmt: skip
         for suffix, (part, size, dtype) in own.items():
             found[name + suffix] = replace(
-                numbers, shape=size, dtype=dtype, part=part, bits=form.bits, group=form.group,  # type: ignore[arg-type]
-                matrix=shape,
+                numbers, shape=size, dtype=dtype, part=part, form=form, matrix=shape,  # type: ignore[arg-type]
             )  # fmt: skip
     return found
 
@@ -457,7 +467,9 @@ class Shard:
             case "blocks" | "exponents":
                 return self._mxfp4(view, place)
         if len({tensor.kind for tensor in view.tensors}) == 1:
-            return self._decoded(view, self._rows(view, place[:-1]), kind)[..., place[-1]]
+            columns = place[len(view.shape) - 1 :] if view.form is None else place[1:]
+            found = self._decoded(view, self._rows(view, place[: -len(columns)]), kind)
+            return found[(slice(None),) * (found.ndim - len(columns)) + columns]
         joined = numpy.concatenate([self._decoded(view, self._bytes(own), own.kind) for own in view.tensors])
         return (joined if view.rows is None else joined[numpy.array(view.rows)])[place]
 
@@ -468,16 +480,16 @@ class Shard:
         if view.part == "numbers":
             numbers = _widened(numbers_of(data, kind)) if view.dtype == "F32" else numbers_of(data, kind)
             return numbers if view.columns is None else numbers[..., view.columns]
+        assert view.form is not None
         scales, values = blocks_of(data, kind)
-        if values.shape[-1] != view.group:  # in a format with Q6_K
-            scales = scales.repeat(values.shape[-1] // view.group, -1)
-            values = values.reshape(*scales.shape, view.group)
+        if OWN[kind].is_k_quant and view.form.is_uint4:
+            scales = in_groups(scales)
         if view.columns is not None:  # whole groups change their places
-            order = numpy.array(view.columns)[:: view.group] // view.group
+            order = numpy.array(view.columns)[:: view.form.group] // view.form.group
             scales, values = scales[..., order], values[..., order, :]
         if view.part == "scales":
             return scales
-        return packed_codes(values, view.bits).reshape(*data.shape[:-1], -1).view(numpy.int32)
+        return packed_codes(values, view.form.bits).reshape(*data.shape[:-1], -1).view(numpy.int32)
 
     def _bytes(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Of a tensor, row by row."""
@@ -572,13 +584,13 @@ _IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 
 def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scales ``[..., n]`` fp16 and whole numbers ``[..., n, 32]`` int8 of rows of n blocks; Q6_K ``[..., n, 16]``. Q4_K
-    and Q4_1 have the scales of uint4 (``kernels/groups.py``), and numbers from -8, which is code 0.
+    """Scales ``[..., n]`` and whole numbers ``[..., n, group]`` int8 of rows of n groups, as formats of
+    ``kernels/groups.py`` have them. Numbers begin at the one that is code 0: of Q4_1 at -8.
     """
     import numpy
 
-    if kind in ("Q6_K", "Q4_K"):
-        return _sub_blocks_of(data) if kind == "Q6_K" else _blocks_of_q4_k(data)
+    if kind in K_QUANTS:
+        return _k_blocks_of(data, kind)
     size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "IQ4_NL": 18, "Q5_0": 22}[kind]
     blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
     has_minimum = kind == "Q4_1"
@@ -597,43 +609,61 @@ def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, An
     return scales, codes.astype(numpy.int8) - numpy.int8(8)
 
 
-def _sub_blocks_of(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The same of Q6_K. A block of 256 numbers has their lower four bits, two halves of 128 in 64 bytes each; the upper
-    two bits, 32 bytes a half; 16 scales int8; and what these are times, fp16. Infinity where a product is beyond fp16.
+def _bits(data: np.ndarray[Any, Any], length: int, bits: int) -> np.ndarray[Any, Any]:
+    """Numbers of so many bits ``[..., n]``, those of the lowest bits of ``length`` bytes before those of the next."""
+    import numpy
+
+    runs = data.reshape(*data.shape[:-1], -1, 1, length)
+    places = numpy.arange(0, 8, bits, dtype=numpy.uint8)[:, None]
+    return (runs >> places & numpy.uint8(2**bits - 1)).reshape(*data.shape[:-1], -1)
+
+
+def _k_blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """``blocks_of`` of K-quants, ``scales [..., blocks, bytes]`` uint8. What a block of 256 numbers has, in bytes:
+
+    Q3_K    32 of the third bits, not set where 4 is subtracted; 64 of two bits; 12 of scales plus 32; factor
+    Q4_K    factors of scales and of minimums; 12 of both; 128 of four bits
+    Q5_K    the same, and between them 32 of fifth bits
+    Q6_K    128 of the lower four bits; 64 of the upper two; 16 scales; factor
+    IQ4_XS  factor; 2 of upper bits of scales plus 32, 4 of their lower ones; 128 of four bits
     """
     import numpy
 
-    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, 210)
-    low, high, scales, factor = numpy.split(blocks, [128, 192, 208], -1)
-    low, high = (part.reshape(*blocks.shape[:-1], 2, 1, -1) for part in (low, high))  # [..., half, 1, bytes]
-    values = (low >> numpy.array([[0], [4]], dtype=numpy.uint8) & 15).reshape(*blocks.shape[:-1], 2, 4, 32)
-    values |= (high >> numpy.array([[0], [2], [4], [6]], dtype=numpy.uint8) & 3) << 4
-    with numpy.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when all of it is read
-        products = scales.view(numpy.int8) * numpy.ascontiguousarray(factor).view(numpy.float16).astype(numpy.float32)
-        rounded = products.astype(numpy.float16)
-    shape = (*data.shape[:-1], -1)
-    return rounded.reshape(shape), values.view(numpy.int8).reshape(*shape, SUB_BLOCK) - numpy.int8(32)
+    form = OWN[kind]
+    size = {"Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}[kind]
+    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
+    if kind == "Q3_K":
+        third, codes, scales, factors = numpy.split(blocks, [32, 96, 108], -1)
+        codes = _bits(codes, 32, 2) | _bits(third, 32, 1) << 2
+        scales = (_bits(scales[..., :8], 8, 4) | _bits(scales[..., 8:], 4, 2) << 4) - numpy.uint8(32)
+    elif kind == "Q6_K":
+        codes, high, scales, factors = numpy.split(blocks, [128, 192, 208], -1)
+        codes = _bits(codes, 64, 4) | _bits(high, 32, 2) << 4
+    elif kind == "IQ4_XS":
+        factors, high, scales, codes = numpy.split(blocks, [2, 4, 8], -1)
+        scales = (_bits(scales, 1, 4) | _bits(high, 1, 2) << 4) - numpy.uint8(32)
+        codes = _bits(codes, 16, 4)
+    else:
+        factors, scales, high, codes = numpy.split(blocks, [4, 16, size - 128], -1)
+        codes = _bits(codes, 32, 4) | (_bits(high, 32, 1) << 4 if kind == "Q5_K" else numpy.uint8(0))
+        first, second, last = numpy.split(scales, 3, -1)  # of groups 0 to 3: scales, minimums; of the others both
+        of_scales = numpy.concatenate((first & 63, last & 15 | first >> 6 << 4), -1)
+        minimums = numpy.concatenate((second & 63, last >> 4 | second >> 6 << 4), -1)
+        scales = numpy.concatenate((of_scales, -minimums.view(numpy.int8).view(numpy.uint8)), -1)  # are subtracted
+    values = codes.reshape(*data.shape[:-1], -1, form.group).view(numpy.int8)
+    least = 4 if kind == "Q3_K" else 2 ** (form.bits - 1)
+    return numpy.concatenate((factors, scales), -1), values - numpy.int8(least)
 
 
-def _blocks_of_q4_k(data: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """A block of 256 numbers has what scales and minimums are times, fp16 each; 8 scales and 8 minimums of 6 bits in 12
-    bytes; and the numbers, 64 in 32 bytes, the first half in the lower halves. Minimums are subtracted.
-    """
+def in_groups(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Scales of uint4 ``[..., n]`` of those of Q4_K, rounded to fp16. Infinity where they are beyond it."""
     import numpy
 
-    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, 144)
-    factors = numpy.ascontiguousarray(blocks[..., :4]).view(numpy.float16).astype(numpy.float32)  # [..., 2]
-    first, second, last = numpy.split(
-        blocks[..., 4:16], 3, -1
-    )  # of blocks 0 to 3: scales, minimums; of the others both
-    scales = numpy.concatenate((first & 63, last & 15 | first >> 6 << 4), -1)
-    minimums = numpy.concatenate((second & 63, last >> 4 | second >> 6 << 4), -1)
-    lines = numpy.stack((scales, minimums), -1) * (factors * numpy.array((1, -1), numpy.float32))[..., None, :]
+    factors = numpy.ascontiguousarray(scales[..., :4]).view(numpy.float16).astype(numpy.float32)  # [..., blocks, 2]
+    own = scales[..., 4:].view(numpy.int8).reshape(*factors.shape, -1)
     with numpy.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused when all of it is read
-        joined = lines.astype(numpy.float16).view(numpy.int32)[..., 0]
-    values = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 1, 32) >> numpy.array([[0], [4]], dtype=numpy.uint8) & 15
-    shape = (*data.shape[:-1], -1)
-    return joined.reshape(shape), values.view(numpy.int8).reshape(*shape, GROUP) - numpy.int8(8)
+        lines = (own * factors[..., None]).swapaxes(-1, -2).astype(numpy.float16)
+    return numpy.ascontiguousarray(lines).view(numpy.int32).reshape(*scales.shape[:-2], -1)
 
 
 def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
@@ -641,10 +671,10 @@ def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any
     import numpy
 
     codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
-    if bits == 6:
-        quads = codes.reshape(*codes.shape[:-1], -1, 4, 4)
-        low, high = quads & 15, quads >> 4 << numpy.array([[0], [2], [4], [6]], dtype=numpy.uint8)
+    if bits in (5, 6):
+        quads = codes.reshape(*codes.shape[:-2], -1, 8 // (bits - 4), 4)
+        places = numpy.arange(0, 8, bits - 4, dtype=numpy.uint8)[:, None]
+        low, high = quads & 15, quads >> 4 << places
         halves = low[..., ::2, :] | low[..., 1::2, :] << 4
-        upper = numpy.bitwise_or.reduce(high, -2, keepdims=True)
-        return numpy.concatenate((halves, upper), -2).reshape(*codes.shape[:-1], -1)
+        return numpy.concatenate((halves, numpy.bitwise_or.reduce(high, -2, keepdims=True)), -2)
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4

@@ -30,10 +30,10 @@ _TEXT, _ARRAY, _FLOAT = 8, 9, 6
 
 FLOATS: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 DEQUANTIZED = (
-    "Q5_1", "Q2_K", "Q3_K", "Q5_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S",
-    "IQ1_M", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4",
+    "Q5_1", "Q2_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"
 )  # fmt: skip
-TYPES = (*FLOATS, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", "Q4_K", "Q6_K", *DEQUANTIZED)
+K_QUANTS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+TYPES = (*FLOATS, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", *K_QUANTS, *DEQUANTIZED)
 
 
 def is_gguf(path: Path) -> bool:

@@ -1,6 +1,6 @@
-"""Matrices of a model in memory: row-major, in one of ten formats (``WeightFormat``).
+"""Matrices of a model in memory: row-major, in one of the formats of ``WeightFormat``.
 
-``encode`` and ``decode`` define a quantized format: int8 to int4, uint4, MXFP4 groups (``kernels/groups.py``), and FP8
+``encode`` and ``decode`` define a quantized format: integers and MXFP4 in groups (``kernels/groups.py``), and FP8
 blocks of 128 by 128 with an fp32 scale (DeepSeek-V3, arXiv 2412.19437, section 3.3). Layers call a ``Matrix`` for its
 product and never see the storage. Low precision is dequantized block by block before it is multiplied, on any device;
 for few tokens kernels may read the quantized values. ``panels.py`` has the layout of the looped library. Prefill
@@ -41,6 +41,8 @@ def encode(numbers: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
         return groups.quantize_mxfp4(numbers, form.group)
     if form.is_uint4:
         return groups.quantize_uint4(numbers, form.group)
+    if form.is_k_quant:
+        return groups.quantize_k(numbers, form)
     return quantize(numbers) if form.is_fp8 else groups.quantize(numbers, form.bits, form.group)
 
 
@@ -52,6 +54,8 @@ def decode(values: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
         return groups.dequantize_mxfp4(values, scales)
     if form.is_uint4:
         return groups.dequantize_uint4(values, scales)
+    if form.is_k_quant:
+        return groups.dequantize_k(values, scales, form)
     return groups.dequantize(values, scales, form.bits)
 
 
@@ -70,8 +74,8 @@ class Matrix:
         dtype: torch.dtype | None = None,
     ) -> None:
         """``data [..., out, in]``: floats, by default of the format that their dtype is; e4m3 with ``scales
-        [..., ceil(out / 128), ceil(in / 128)]`` fp32; or uint8 of ``in * bits / 8`` with fp16 ``scales [..., out, in /
-        group]``, of uint4 int32. ``dtype`` is that of the computation, by default that of ``data``.
+        [..., ceil(out / 128), ceil(in / 128)]`` fp32; or uint8 of ``in * bits / 8`` with ``scales [..., out, in /
+        group]`` as ``kernels/groups.py`` has them. ``dtype`` is that of the computation, by default that of ``data``.
         """
         self.data, self.scales = data, scales
         self.form = form or WeightFormat(dtype=cast(WeightDType, str(data.dtype).removeprefix("torch.")))
@@ -406,8 +410,8 @@ def make_matrix(form: WeightFormat, shape: tuple[int, ...], dtype: torch.dtype, 
         return Matrix(torch.empty(shape, dtype=FP8.dtype, device=device), scales, form, dtype)
     if form.is_quantized:
         values = torch.empty((*shape[:-1], shape[-1] * form.bits // 8), dtype=torch.uint8, device=device)
-        scale_dtype = groups.scale_dtype(form.dtype)
-        scales = torch.empty((*shape[:-1], shape[-1] // form.group), dtype=scale_dtype, device=device)
+        scales_shape = *shape[:-1], *form.scales_shape(shape[-1])
+        scales = torch.empty(scales_shape, dtype=groups.scale_dtype(form), device=device)
         return Matrix(values, scales, form, dtype)
     stored = getattr(torch, form.dtype)
     if stored == dtype and torch.device(device).type == "cpu":

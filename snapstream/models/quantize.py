@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from snapstream.config import ModelConfig, WeightFormat
-from snapstream.config.weights import GROUPS, SUB_BLOCK
 from snapstream.models.checkpoint import StoredTensor, check_checkpoint, open_shard, pack_matrix
 from snapstream.models.config_json import read_object
 from snapstream.models.gguf_header import is_gguf
@@ -52,8 +51,6 @@ def quantize_checkpoint(
         raise ValueError(f"{source} is quantized already ({stored.describe_quantized()})")
     if config.is_text_part:
         raise ValueError(f"{source} also has a vision tower; only checkpoints of text models are quantized to files")
-    if SUB_BLOCK in (form.group, (attention or form).group):
-        raise ValueError(f"group is {SUB_BLOCK}; files have groups of {', '.join(map(str, GROUPS))}")
     matrices = _matrices(config, form, attention or form)
     manifest = check_checkpoint(source, config)
     with _whole_or_nothing(target) as folder:

@@ -75,10 +75,10 @@ def check_groups(config: ModelConfig, formats: WeightFormats) -> None:
     """ValueError where a row of a matrix is not whole groups."""
     for name, spec in tensor_specs(config).items():
         form = format_of(spec, "float32", formats)
-        if form.is_quantized and not form.is_fp8 and spec.shape[-1] % form.group:
+        if form.is_quantized and not form.is_fp8 and spec.shape[-1] % form.block:
             raise ValueError(
                 f"weights are {form.describe()}; the rows of {name} have {spec.shape[-1]} numbers, which must be a "
-                f"multiple of {form.group}"
+                f"multiple of {form.block}"
             )
 
 
@@ -245,7 +245,7 @@ def _unit(form: WeightFormat, *, is_row: bool) -> int:
     """Along a row, or between rows, a matrix is cut at multiples of this."""
     if form.is_fp8:
         return FP8_BLOCK
-    return form.group if form.is_quantized and is_row else 1
+    return form.block if form.is_quantized and is_row else 1
 
 
 @lru_cache(maxsize=64)

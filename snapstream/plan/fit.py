@@ -29,7 +29,6 @@ from snapstream.config import (
 )
 from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
 from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
-from snapstream.config.weights import SUB_BLOCK
 from snapstream.exec.executors import (
     FALLBACK,
     alternatives,
@@ -115,8 +114,7 @@ def weight_formats(model: ModelConfig, options: EngineOptions, *, device: str) -
     reads half the bytes, and quantized matrices of a GGUF file keep their integers, each in its own format. Types of
     GGUF files that no format here holds, of at most six bits, become int8: what that rounds is little compared with
     what they have lost, and floats would take two to four times the memory of the file.
-    Otherwise it is the dtype of the computation. Int8 in groups of 16 is for CPUs, and read as floats are where another
-    format is asked for.
+    Otherwise it is the dtype of the computation.
     """
     formats = _matrices(model, options, device)
     if options.activations == "dtype":
@@ -136,10 +134,9 @@ def _matrices(model: ModelConfig, options: EngineOptions, device: str) -> Weight
     formats = WeightFormats.of(((stored.dtype if keeps_stored else None) or dtype) if wanted == "auto" else wanted)
     if wanted == "auto" and keeps_stored and _is_quantized_again(model):
         formats = WeightFormats.of("int8")
-    keeps_layers = not stored.has_sub_blocks or (wanted == "auto" and is_cpu)
-    quantized, tables = stored.quantized if keeps_layers else None, formats.tables
+    quantized, tables = stored.quantized, formats.tables
     if wanted == "auto" and stored.tables is not None and (quantized is not None or keeps_stored):
-        tables = stored.tables if is_cpu or stored.tables.group != SUB_BLOCK else tables
+        tables = stored.tables
     if quantized is not None:
         formats = _quantized_formats(quantized, stored, wanted, formats.layers)
     own = tuple(form for form, _ in stored.own) if wanted == "auto" and keeps_stored else ()

@@ -20,8 +20,7 @@ import torch
 from benchmarks.server_process import is_running
 from benchmarks.stand_ins import Pretend
 from snapstream import LLM, Grammar, KVBudget, SamplingParams
-from snapstream.config import ParallelConfig, SplitExperts, WeightFormat, WeightFormats
-from snapstream.config.weights import SUB_BLOCK
+from snapstream.config import ParallelConfig, SplitExperts, WeightFormats
 from snapstream.distributed.control import RankLost
 from snapstream.distributed.group import Alone, create, reach
 from snapstream.exec import speculation
@@ -70,12 +69,8 @@ def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, exper
 
 
 @pytest.mark.parametrize("width", ["bfloat16", "int8", "int4", "uint4"])
-@pytest.mark.parametrize("has_sub_blocks", [False, True])
-def test_widths(two: Pool, checkpoint: Checkpoint, width: str, has_sub_blocks: bool) -> None:
-    formats = WeightFormats.of(width)
-    if has_sub_blocks:
-        formats = replace(formats, tables=WeightFormat(dtype="int6", group=SUB_BLOCK))
-    check(two, looped(checkpoint("qwen3-groups"), formats=formats))
+def test_widths(two: Pool, checkpoint: Checkpoint, width: str) -> None:
+    check(two, looped(checkpoint("qwen3-groups"), formats=WeightFormats.of(width)))
 
 
 @pytest.mark.parametrize("width", ["int8", "int4"])

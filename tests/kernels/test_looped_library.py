@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_float, c_int64, c_void_p, sizeof
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import bounds
 from snapstream.config import WeightFormat
-from snapstream.config.weights import WeightDType
+from snapstream.config.weights import K_GROUPS, WeightDType
 from snapstream.kernels import groups
 from snapstream.kernels.cpu.looped import build, panels
 from snapstream.kernels.cpu.looped.build import (
@@ -57,9 +58,12 @@ needs_bf16 = pytest.mark.skipif(
 needs_cores = pytest.mark.skipif(num_cores() < 2, reason="one core")
 
 
-def group_of(width: WeightDType, group: int) -> int:
-    """``group``, or the one nearest to it that the format has."""
-    return {"mxfp4": 32, "int6": 16, "int8": group}.get(width, max(group, 32))
+CODES = ("int8", "int4", "uint4", "mxfp4", *K_GROUPS)
+
+
+def form_of(width: WeightDType, group: int) -> WeightFormat:
+    """With ``group``, unless the format has one of its own."""
+    return WeightFormat(dtype=width, group=K_GROUPS.get(width, 32 if width == "mxfp4" else group))
 
 
 def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
@@ -68,7 +72,7 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat)
 
     The sum of a group is a whole number, so it is exact in any order; groups are added from first to last.
     """
-    num_groups, minimums = scales.shape[1], None
+    num_groups, minimums = x.shape[1] // form.group, None
     inputs, input_scales = groups.quantize_inputs(x, form.group)
     inputs = inputs.unflatten(-1, (num_groups, -1))
     numbers = groups.unpack(codes, form.bits).double().unflatten(-1, (num_groups, -1))  # [out, groups, g]
@@ -77,6 +81,9 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, form: WeightFormat)
         scales = 2.0 ** (scales.float() - 128)
     elif form.is_uint4:
         scales, minimums = scales.view(torch.float16).unflatten(-1, (-1, 2)).unbind(-1)
+    elif form.is_k_quant:
+        scales, minimums = (*groups.k_scales(scales, form), None)[:2]
+        numbers = groups.k_numbers(codes, form).double().unflatten(-1, (num_groups, -1))
     else:
         numbers.sub_(2 ** (form.bits - 1))
     sums = torch.einsum("tgi,ogi->gto", inputs.double(), numbers).float()
@@ -149,16 +156,16 @@ def test_a_product_in_panels(
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=20)
 @given(
-    num_out=st.integers(1, 130), num_groups=st.integers(1, 7), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int6", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40),
+    num_out=st.integers(1, 130), num_blocks=st.integers(1, 7), group=st.sampled_from([32, 64, 128]),
+    width=st.sampled_from(CODES), tokens=st.integers(1, 40),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_codes(
-    instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int, seed: int
+    instructions: InstructionSet, num_out: int, num_blocks: int, group: int, width: WeightDType, tokens: int, seed: int
 ) -> None:
     """As over the widened numbers, which it reads exactly."""
-    form = WeightFormat(dtype=width, group=group_of(width, group))
-    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * form.group
+    form = form_of(width, group)
+    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_blocks * form.block
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
     cut = seed % num_out
@@ -178,30 +185,29 @@ def test_a_product_of_codes(
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=20)
 @given(
-    num_out=st.integers(1, 130), num_groups=st.integers(1, 20), group=st.sampled_from([16, 32, 64, 128]),
-    width=st.sampled_from(["int8", "int6", "int4", "uint4", "mxfp4"]), tokens=st.integers(1, 40),
+    num_out=st.integers(1, 130), num_blocks=st.integers(1, 20), group=st.sampled_from([32, 64, 128]),
+    width=st.sampled_from(CODES), tokens=st.integers(1, 40),
     exponent=st.sampled_from([0, -20, 20, -126]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_a_product_of_whole_numbers(
-    instructions: InstructionSet, num_out: int, num_groups: int, group: int, width: WeightDType, tokens: int,
+    instructions: InstructionSet, num_out: int, num_blocks: int, group: int, width: WeightDType, tokens: int,
     exponent: int, seed: int,
 ) -> None:  # fmt: skip
     """Equal to its definition but for the rounding of a sum over groups; a token has the same bits in any batch, by any
     instructions.
     """
-    group = group_of(width, group)
-    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_groups * group
-    form = WeightFormat(dtype=width, group=group, rounds_inputs=True)
+    form = replace(form_of(width, group), rounds_inputs=True)
+    library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_blocks * form.block
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
     panels.fill_codes(stored, 0, codes, scales, form)
     stack = panels.stack_of_codes(stored, num_out, num_in, form)
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
-    x[0, :group] = 0.0
+    x[0, : form.group] = 0.0
     got, want = panels.linear(library, stack, x, None), multiply_codes(x, codes, scales, form)
-    limit = 1e-6 * num_groups**0.5 * float(want.abs().max())
+    limit = 1e-6 * (num_in / form.group) ** 0.5 * float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
-    seen = groups.round_inputs(x, group).double() @ decode(codes, scales, form).double().t()
+    seen = groups.round_inputs(x, form.group).double() @ decode(codes, scales, form).double().t()
     torch.testing.assert_close(got.double(), seen, rtol=0, atol=limit)
     chosen = library.way(-1)
     try:

@@ -15,7 +15,7 @@ from transformers.activations import ACT2CLS
 
 from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.config import PrefixStoreConfig
-from snapstream.config.weights import PrefillInputs, WeightDType, WeightFormat, WeightFormats
+from snapstream.config.weights import K_GROUPS, PrefillInputs, WeightDType, WeightFormat, WeightFormats
 from snapstream.kernels import groups, pytorch, reference
 from snapstream.kernels.backends import autotune
 from snapstream.kernels.backends.autotune import choose
@@ -373,7 +373,7 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 FORMS = [
     *(WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4", "mxfp4")),
-    WeightFormat(dtype="int6", group=16),
+    *(WeightFormat(dtype=dtype, group=group) for dtype, group in K_GROUPS.items()),  # type: ignore[arg-type]
 ]
 Inputs = PrefillInputs | None
 LIMITS = {
@@ -404,10 +404,11 @@ def copy_of(given: SumNorm, own: slice = slice(None)) -> SumNorm:
 @pytest.mark.parametrize(("tokens", "inner"), [(1, 96), (31, 96), (31, 88)])
 def test_norm_and_mlp_are_those_of_plain_calls(form: WeightFormat, inputs: Inputs, tokens: int, inner: int) -> None:
     torch.manual_seed(tokens)
-    kernels, inner = bind("cpu"), inner if not form.is_quantized else 96
-    gate_up = matrix_of(form, 2 * inner, 64, inputs, None)
+    kernels, size = bind("cpu"), 256 if form.is_k_quant else 64
+    inner = 256 if form.is_k_quant else 96 if form.is_quantized else inner
+    gate_up = matrix_of(form, 2 * inner, size, inputs, None)
     down = matrix_of(form, 64, inner, inputs, None)
-    given = given_of(tokens, 64, adds=tokens > 1)
+    given = given_of(tokens, size, adds=tokens > 1)
     biases = torch.randn(2 * inner), torch.randn(64)
     plain, native = copy_of(given), copy_of(given)
     want = Matrix.multiply_normed(gate_up, plain, biases[0], kernels)
@@ -481,8 +482,6 @@ def test_xielu_is_that_of_transformers(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("width", "group"),
     [
-        ("int8", 16),
-        ("int6", 16),
         ("int8", 32),
         ("int4", 32),
         ("uint4", 32),
@@ -490,6 +489,7 @@ def test_xielu_is_that_of_transformers(dtype: torch.dtype) -> None:
         ("int4", 64),
         ("int4", 128),
         ("uint4", 64),
+        *K_GROUPS.items(),
     ],
 )
 def test_prefill_in_whole_numbers(instructions: InstructionSet, width: str, group: int) -> None:
@@ -497,9 +497,10 @@ def test_prefill_in_whole_numbers(instructions: InstructionSet, width: str, grou
     instructions. 1,300 tokens are more than one range.
     """
     torch.manual_seed(group)
-    form, kernels, library = WeightFormats.of(width, group).layers, bind("cpu"), load(instructions)
-    gate_up, down = matrix_of(form, 768, 640, "int8", instructions), matrix_of(form, 72, 384, "int8", instructions)
-    given = given_of(1300, 640, adds=True)
+    form, kernels, library = WeightFormat(dtype=width, group=group), bind("cpu"), load(instructions)  # type: ignore[arg-type]
+    size = 768 if form.is_k_quant else 640
+    gate_up, down = matrix_of(form, 1024, size, "int8", instructions), matrix_of(form, 72, 512, "int8", instructions)
+    given = given_of(1300, size, adds=True)
     rounded = groups.round_inputs(kernels.normed(copy_of(given)), group)
     want = gate_up.dense() @ rounded.T
     was, found = library.way(-1), []
@@ -608,18 +609,17 @@ def experts_of(form: WeightFormat, rows: int, cols: int, inputs: Inputs, instruc
     return stack[0]
 
 
-@pytest.mark.parametrize(
-    "form", [*FORMS, WeightFormat(dtype="fp8"), WeightFormat(dtype="int8", group=16)], ids=WeightFormat.describe
-)
+@pytest.mark.parametrize("form", [*FORMS, WeightFormat(dtype="fp8")], ids=WeightFormat.describe)
 @pytest.mark.parametrize("inputs", [None, pytest.param("bfloat16", marks=needs_bf16), "int8", "int16"])
 @pytest.mark.parametrize(("tokens", "inner", "elsewhere"), [(1, 64, 0), (50, 96, 0), (31, 64, 3), (9, 48, 0)])
 def test_experts_are_those_of_plain_calls(
     form: WeightFormat, inputs: Inputs, tokens: int, inner: int, elsewhere: int
 ) -> None:
     torch.manual_seed(tokens)
-    kernels, inner = bind("cpu"), inner if not form.is_quantized or inner % 32 == 0 else 64
-    gate_up, down = experts_of(form, 2 * inner, 64, inputs, None), experts_of(form, 64, inner, inputs, None)
-    x, pairs = torch.randn(tokens, 64), pairs_of(tokens, 3, 5, elsewhere)
+    kernels, size = bind("cpu"), 256 if form.is_k_quant else 64
+    inner = 256 if form.is_k_quant else inner if not form.is_quantized or inner % 32 == 0 else 64
+    gate_up, down = experts_of(form, 2 * inner, size, inputs, None), experts_of(form, 64, inner, inputs, None)
+    x, pairs = torch.randn(tokens, size), pairs_of(tokens, 3, 5, elsewhere)
     want = Matrix.swiglu_grouped(gate_up, down, x, pairs, kernels)
     got = gate_up.swiglu_grouped(down, x, pairs, kernels)
     torch.testing.assert_close(got, want, rtol=0, atol=LIMITS[inputs])

@@ -106,50 +106,60 @@ def test_gpt_oss_keeps_its_experts(name: str, kind: str, tmp_path: Path) -> None
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_key_value_heads": 1}
 INT8, INT4, FP16 = "int8 in groups of 32", "int4 in groups of 32", "float16"
-FINE, UINT4, MIXED_FINE = "int6 in groups of 16", "uint4 in groups of 32", "int8 in groups of 16"
-MIXED = "qkv.uint4-32+uint4-32+int6-16"  # rows of v are int6
+UINT4, Q3, Q4, Q5, Q6, IQ4 = "uint4 in groups of 32", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"
+MIXED = "qkv.q4_k-32+q4_k-32+q6_k-16"
 KINDS: list[tuple[str, str | dict[str, str], dict[str, str]]] = [  # formats of qkv, down and embed
     ("llama-mha", "Q8_0", {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", "Q4_0", {"qkv": INT4, "down": INT4, "embed": INT8}),
-    ("llama-gqa-tied", {"attn": "Q8_0", "token": "Q6_K", "": "Q4_0"}, {"qkv": INT8, "down": INT4, "embed": FINE}),
+    ("llama-gqa-tied", {"attn": "Q8_0", "token": "Q6_K", "": "Q4_0"}, {"qkv": INT8, "down": INT4, "embed": Q6}),
     ("llama-gqa-tied", {"token": "Q4_1", "": "Q4_0"}, {"qkv": INT4, "down": INT4, "embed": UINT4}),
     ("qwen3", {"token": "Q5_1", "": "Q4_0"}, {"qkv": INT4, "down": INT4, "embed": FP16}),
     ("llama-mha", {"attn": "Q4_0", "output.": "Q6_K", "": "Q4_0"},
-     {"qkv": INT4, "down": INT4, "embed": MIXED_FINE, "lm_head": MIXED_FINE}),
-    ("qwen3", "Q6_K", {"qkv": FINE, "down": FINE, "embed": FINE}),
+     {"qkv": INT4, "down": INT4, "embed": INT4, "lm_head": Q6}),
+    ("qwen3", "Q6_K", {"qkv": Q6, "down": Q6, "embed": Q6}),
     ("qwen2", {"attn_v": "Q6_K", "ffn_gate": "Q5_0", "ffn_up": "Q6_K", "attn": "Q8_0", "": "Q4_0"},
-     {"qkv": MIXED_FINE, "gate_up": MIXED_FINE, "down": MIXED_FINE, "embed": INT8}),
+     {"qkv.int8-32+int8-32+q6_k-16.0": INT8, "qkv.int8-32+int8-32+q6_k-16.1": Q6, "gate_up": INT8, "down": INT4,
+      "embed": INT8}),
     ("llama-gqa-tied", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
-     {f"{MIXED}.0": UINT4, f"{MIXED}.1": FINE, "o": UINT4, "gate_up": UINT4, "down": FINE, "embed": FINE}),
+     {f"{MIXED}.0": Q4, f"{MIXED}.1": Q6, "o": Q4, "gate_up": Q4, "down": Q6, "embed": Q6}),
     # As llama.cpp's Q4_K_M mixes them.
     ("llama-mha", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "attn_output": "Q4_K", "output": "Q6_K", "": "Q4_K"},
-     {f"{MIXED}.0": UINT4, f"{MIXED}.1": FINE, "qkv.uint4-32": UINT4, "down.int6-16": FINE, "down.uint4-32": UINT4,
-      "o": UINT4, "gate_up": UINT4, "embed": UINT4, "lm_head": FINE}),
+     {f"{MIXED}.0": Q4, f"{MIXED}.1": Q6, "qkv.q4_k-32": Q4, "down.q6_k-16": Q6, "down.q4_k-32": Q4, "o": Q4,
+      "gate_up": Q4, "embed": Q4, "lm_head": Q6}),
     ("lfm2", {"0.ffn_down": "Q6_K", "token": "Q6_K", "": "Q4_K"},
-     {"qkv": UINT4, "o": UINT4, "gate_up": UINT4, "down.int6-16": FINE, "down.uint4-32": UINT4, "embed": FINE}),
+     {"qkv": Q4, "o": Q4, "gate_up": Q4, "down.q6_k-16": Q6, "down.q4_k-32": Q4, "embed": Q6}),
     ("qwen2", {"0.ffn": "Q4_0", "attn_k": "Q8_0", "ffn_gate": "Q6_K", "attn_output": "Q4_1", "": "Q4_K"},
-     {"qkv": INT8, "o": UINT4, "gate_up.int4-32": INT4, "gate_up": INT8, "embed": UINT4}),
+     {"qkv": INT8, "o": UINT4, "gate_up.int4-32": INT4, "gate_up": INT8, "embed": Q4}),
     ("qwen3-moe", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "": "Q4_K"},
-     {f"{MIXED}.0": UINT4, "qkv.uint4-32": UINT4, "experts_gate_up": UINT4, "experts_down.int6-16": FINE,
-      "experts_down.uint4-32": UINT4}),
+     {f"{MIXED}.0": Q4, "qkv.q4_k-32": Q4, "experts_gate_up": Q4, "experts_down.q6_k-16": Q6,
+      "experts_down.q4_k-32": Q4}),
     ("qwen3-moe", {"1.ffn_down": "Q8_0", "0.ffn_gate": "Q4_1", "0.ffn_up": "Q4_1", "ffn_gate": "Q6_K", "": "Q4_0"},
      {"experts_gate_up.uint4-32": UINT4, "experts_gate_up": INT8, "experts_down.int4-32": INT4,
       "experts_down.int8-32": INT8}),
     ("qwen2", {"ffn_down": "IQ4_NL", "ffn": "Q4_0", "": "Q5_0"}, {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3-moe", "Q8_0", {"qkv": INT8, "experts_down": INT8, "embed": INT8}),
-    ("qwen3-moe", "Q6_K", {"qkv": FINE, "experts_down": FINE, "embed": FINE}),
-    ("llama-mha", {"attn_v": "Q5_K", "ffn_down": "Q5_K", "token": "Q4_1", "": "Q4_K"},
-     {"qkv.uint4-32+uint4-32+other.0": UINT4, "qkv.uint4-32+uint4-32+other.1": INT8, "down": INT8, "embed": UINT4,
-      "lm_head": UINT4}),
-    ("qwen3-moe", "Q4_K", {"qkv": UINT4, "experts_gate_up": UINT4, "experts_down": UINT4, "embed": UINT4}),
-    ("qwen3", {"attn": "Q5_1", "ffn_down": "MXFP4", "ffn": "IQ4_XS", "": "Q8_0"},
+    ("qwen3-moe", "Q6_K", {"qkv": Q6, "experts_down": Q6, "embed": Q6}),
+    ("llama-mha", {"attn_v": "Q2_K", "ffn_down": "Q2_K", "token": "Q4_1", "": "Q4_K"},
+     {"qkv.q4_k-32+q4_k-32+other.0": Q4, "qkv.q4_k-32+q4_k-32+other.1": INT8, "down": INT8, "embed": UINT4,
+      "lm_head": Q4}),
+    ("qwen3-moe", "Q4_K", {"qkv": Q4, "experts_gate_up": Q4, "experts_down": Q4, "embed": Q4}),
+    # As llama.cpp's Q5_K_M, Q3_K_M and IQ4_XS mix them.
+    ("llama-mha", {"0.attn_v": "Q6_K", "0.ffn_down": "Q6_K", "attn_output": "Q5_K", "output": "Q6_K", "": "Q5_K"},
+     {"qkv.q5_k-32+q5_k-32+q6_k-16.0": Q5, "qkv.q5_k-32": Q5, "down.q6_k-16": Q6, "down.q5_k-32": Q5, "o": Q5,
+      "gate_up": Q5, "embed": Q5, "lm_head": Q6}),
+    ("qwen3", {"0.attn_v": "Q5_K", "attn_v": "Q4_K", "0.ffn_down": "Q5_K", "ffn_down": "Q4_K", "attn_output": "Q4_K",
+     "token": "Q6_K", "": "Q3_K"},
+     {"qkv.q3_k-16+q3_k-16+q5_k-32.0": Q3, "qkv.q3_k-16+q3_k-16+q4_k-32.1": Q4, "gate_up": Q3, "down.q5_k-32": Q5,
+      "down.q4_k-32": Q4, "o": Q4, "embed": Q6}),
+    ("qwen3-moe", {"0.attn_v": "Q5_K", "token": "Q6_K", "": "IQ4_XS"},
+     {"qkv.iq4_xs-32+iq4_xs-32+q5_k-32.0": IQ4, "experts_gate_up": IQ4, "experts_down": IQ4, "embed": Q6}),
+    ("qwen3", {"attn": "Q5_1", "ffn_down": "MXFP4", "ffn": "Q2_K", "": "Q8_0"},
      {"qkv": INT8, "down": INT8, "embed": INT8}),
     ("qwen3", "BF16", {"qkv": "bfloat16", "down": "bfloat16", "embed": "bfloat16"}),
     ("qwen2", "F16", {"qkv": FP16, "down": FP16, "embed": FP16}),
     ("qwen3", {"attn_v": "F16", "0.ffn_down": "F16", "": "Q4_K"},
-     {"qkv.uint4-32+uint4-32+other.0": UINT4, "qkv.uint4-32+uint4-32+other.1": FP16, "down": FP16,
-      "down.uint4-32": UINT4}),
-    ("qwen3", {"attn_q": "F32", "": "Q6_K"}, {"qkv.other+int6-16+int6-16.0": "float32", "down": FINE, "embed": FINE}),
+     {"qkv.q4_k-32+q4_k-32+other.0": Q4, "qkv.q4_k-32+q4_k-32+other.1": FP16, "down": FP16, "down.q4_k-32": Q4}),
+    ("qwen3", {"attn_q": "F32", "": "Q6_K"}, {"qkv.other+q6_k-16+q6_k-16.0": "float32", "down": Q6, "embed": Q6}),
 ]  # fmt: skip
 
 
@@ -171,7 +181,18 @@ def weights_of(folder: Path, width: Any) -> dict[tuple[str, int | None], torch.T
         return numbers_of(llm.engine.runner.decoder.weights)  # type: ignore[attr-defined]
 
 
-QUICK = {2, 8, 10, 12, 19, 20, 22, 23}  # without the slow tests: one of each family, and each way to read a tensor
+QUICK = {
+    2,
+    8,
+    10,
+    12,
+    20,
+    21,
+    22,
+    23,
+    25,
+    26,
+}  # without the slow tests: one of each family, and each way to read a tensor
 
 
 @pytest.mark.parametrize(
@@ -240,7 +261,9 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
     ("phi3-window", "IQ4_NL", {}, {"qkv": INT8, "gate_up": INT8}),
     ("glm4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "experts_gate_up": INT4, "shared_down": INT4}),
     ("minimax-m2", "Q4_K", {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 256},
-     {"qkv": UINT4, "experts_down": UINT4}),
+     {"qkv": Q4, "experts_down": Q4}),
+    ("qwen3.5", {"ssm_out": "Q4_K", "": "Q4_K"}, DELTA | {"linear_value_head_dim": 128, "head_dim": 64},
+     {"delta_in": Q4, "delta_out": UINT4, "qkv": Q4}),
     ("qwen3.5", "Q4_1", DELTA, {"delta_in": UINT4, "delta_out": UINT4, "qkv": UINT4}),
     ("glm4-moe", {"1.ffn_down": "Q8_0", "": "Q4_1"}, EXPERTS | {"num_hidden_layers": 3},
      {"down": UINT4, "experts_down.int8-32": INT8, "experts_down.uint4-32": UINT4, "shared_down.int8-32": INT8,
@@ -248,18 +271,18 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
     ("gemma4-shared", {"per_layer_model": "F16", "": "Q8_0"}, {},
      {"qkv": INT8, "down": INT8, "per_layer_gate": INT8, "per_layer_in": FP16, "embed_per_layer": INT8}),
     ("gemma4-panels", {"per_layer_model": "BF16", "per_layer_token": "Q5_K", "token": "Q6_K", "": "Q4_0"},
-     {"global_head_dim": 64, "hidden_size_per_layer_input": 256}, {"qkv": INT4, "down": INT4, "embed": FINE,
-     "embed_per_layer": INT8}),
+     {"global_head_dim": 64, "hidden_size_per_layer_input": 256}, {"qkv": INT4, "down": INT4, "embed": Q6,
+     "embed_per_layer": Q5}),
     ("nemotron-3", {"attn_v": "Q6_K", "token": "Q6_K", "": "Q4_K"},
      {"mamba_head_dim": 64, "mamba_num_heads": 8, "moe_intermediate_size": 256, "num_attention_heads": 8,
       "moe_shared_expert_intermediate_size": 512},
-     {"mamba_in": UINT4, "mamba_out": UINT4, "experts_down": UINT4, "embed": FINE, f"{MIXED}.1": FINE}),
-    ("starcoder2", {"attn_v": "Q6_K", "": "Q4_K"}, {"num_attention_heads": 8}, {f"{MIXED}.1": FINE, "down": UINT4}),
+     {"mamba_in": Q4, "mamba_out": Q4, "experts_down": Q4, "embed": Q6, f"{MIXED}.1": Q6}),
+    ("starcoder2", {"attn_v": "Q6_K", "": "Q4_K"}, {"num_attention_heads": 8}, {f"{MIXED}.1": Q6, "down": Q4}),
     ("gemma4-moe", "Q4_0", EXPERTS, {"qkv": INT4, "down": INT4, "experts_gate_up": INT4, "experts_down": INT4}),
     ("laguna", "Q4_0", EXPERTS | {"shared_expert_intermediate_size": 96},
      {"qkv": INT4, "experts_down": INT4, "shared_down": INT4}),
     ("step3.7", {"attn_v": "Q6_K", "": "Q4_K"}, {"moe_intermediate_size": 256, "share_expert_dim": 512,
-     "num_attention_heads": 8, "num_sliding_attention_heads": 16}, {"experts_down": UINT4, "shared_gate_up": UINT4}),
+     "num_attention_heads": 8, "num_sliding_attention_heads": 16}, {"experts_down": Q4, "shared_gate_up": Q4}),
     ("llama4", "Q8_0", {"intermediate_size": 64, "intermediate_size_mlp": 96},
      {"qkv": INT8, "down": INT8, "experts_down": INT8, "shared_down": INT8}),
     ("hunyuan-moe", "Q4_1", {"intermediate_size": 64}, {"qkv": UINT4, "experts_gate_up": UINT4}),
@@ -292,7 +315,9 @@ def test_quantized_layers_of_every_kind(
     assert len({str(answers(file, PROMPTS[::4], executor=executor)) for executor in EXECUTORS}) == 1
 
 
-@pytest.mark.parametrize(("kind", "form"), [("Q8_0", INT8), ("Q5_0", INT8), ("Q6_K", FINE), ("Q4_1", UINT4)])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("Q8_0", INT8), ("Q5_0", INT8), ("Q6_K", Q6), ("Q5_K", Q5), ("Q4_1", UINT4)]
+)
 def test_a_quantized_embedding_whose_rows_are_normed(kind: str, form: str, tmp_path: Path) -> None:
     """Muse Glimmer's keeps its integers; the norm of a row is in its scales, which are fp16."""
     folder = save(make_model("muse-glimmer-panels", **MODELS["muse-glimmer-panels"] | BLOCKS), tmp_path)
@@ -385,10 +410,10 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Q6_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "": "Q4_K"}])
+@pytest.mark.parametrize("kind", ["Q6_K", {"attn_v": "Q6_K", "ffn_down": "Q5_K", "output": "Q6_K", "": "Q4_K"}])
 def test_two_ranks(kind: str | dict[str, str], tmp_path: Path) -> None:
-    """Each reads its rows and columns of codes, of which sixteen of six bits lie in three words."""
-    folder = save(make_model("llama-mha", **SIZES | {"num_key_value_heads": 2}), tmp_path / "model")
+    """Each reads its rows and whole blocks of its columns."""
+    folder = save(make_model("llama-mha", **SIZES | {"num_key_value_heads": 2, "head_dim": 128}), tmp_path / "model")
     file = write_gguf(folder, tmp_path / "model.gguf", kind)
     found = []
     for ranks in (1, 2):
@@ -399,7 +424,7 @@ def test_two_ranks(kind: str | dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "layers", "tables", "line"), [
-    ("auto", MIXED_FINE, FINE, None),
+    ("auto", Q6, Q6, None),
     ("int8", INT8, INT8, f"layers are kept in {INT8}"),
     ("int4", INT4, INT8, f"layers are kept in {INT4}"),
     ("float32", "float32", "float32", "layers are kept in float32"),
@@ -407,9 +432,9 @@ def test_two_ranks(kind: str | dict[str, str], tmp_path: Path) -> None:
 def test_another_format_than_that_of_the_file(
     width: str, layers: str, tables: str, line: str | None, tmp_path: Path
 ) -> None:
-    """Numbers in groups of 16 are read as floats, and as these quantized where that is asked for."""
+    """K-quants are read as floats, and as these quantized where that is asked for."""
     folder = save(make_model("llama-mha", **SIZES), tmp_path)
-    file = write_gguf(folder, tmp_path / "model.gguf", {"ffn_up": "Q8_0", "": "Q6_K"})
+    file = write_gguf(folder, tmp_path / "model.gguf", {"ffn_down": "Q8_0", "": "Q6_K"})
     wide = dequantized(file, folder, tmp_path / "wide")
     options: dict[str, Any] = {"max_model_len": 64, "progress": False, "executor": "eager"}
     with (

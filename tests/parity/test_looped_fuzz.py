@@ -18,7 +18,7 @@ from torch import Tensor
 
 from snapstream.config import KV_DTYPES, KVBudget, ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.model import MoEConfig
-from snapstream.config.weights import SUB_BLOCK, WeightDType, stack_name
+from snapstream.config.weights import K_BLOCK, K_GROUPS, WeightDType, stack_name
 from snapstream.exec.eager import EagerDecode, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
@@ -363,28 +363,31 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
 def forms_of(width: str, group: int) -> WeightFormats:
     if width == "fp8":  # in blocks, as checkpoints have them
         return WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="bfloat16"))
-    if group == SUB_BLOCK:
-        form = WeightFormat(dtype=cast(WeightDType, width), group=group)
+    if width in K_GROUPS:
+        form = WeightFormat(dtype=cast(WeightDType, width), group=K_GROUPS[width])
         return WeightFormats(layers=form, tables=form)
     return WeightFormats.of(width, group)
 
 
 OWN_FORMATS = [
     *(WeightFormat(dtype=dtype, group=32) for dtype in ("uint4", "int4", "int8")),  # type: ignore[arg-type]
-    *(WeightFormat(dtype=dtype, group=SUB_BLOCK) for dtype in ("int8", "int6")),  # type: ignore[arg-type]
+    *(WeightFormat(dtype=dtype, group=group) for dtype, group in K_GROUPS.items()),  # type: ignore[arg-type]
 ]
 
 
-def in_own_formats(random: Random, model: ModelConfig, formats: WeightFormats) -> tuple[ModelConfig, WeightFormats]:
+def in_own_formats(
+    random: Random, model: ModelConfig, formats: WeightFormats, group: int
+) -> tuple[ModelConfig, WeightFormats]:
     """Matrices of the checkpoint have formats of their own, or none, and values others than queries; in some models
     those with none are floats.
     """
-    names: dict[WeightFormat, set[str]] = {form: set() for form in OWN_FORMATS}
+    known = [form for form in OWN_FORMATS if group % form.block == 0]
+    names: dict[WeightFormat, set[str]] = {form: set() for form in known}
     for spec in tensor_specs(model).values():
-        kept = random.choices([*OWN_FORMATS, None], k=random.randint(1, 2))
+        kept = random.choices([*known, None], k=random.randint(1, 2))
         for layer in spec.layers_of(model.num_layers) if spec.per_layer else (None,):
             parts, form = list(spec.parts), random.choice(kept)
-            other = form and random.choice([OWN_FORMATS[OWN_FORMATS.index(form) - 1], None])
+            other = form and random.choice([known[known.index(form) - 1], None])
             last = random.randint(0, 2 * len(parts)) if any(".q_proj." in part for part in parts) else len(parts)
             for at, part in enumerate(parts):
                 name = part if layer is None else f"model.layers.{layer}.{part}"
@@ -396,7 +399,7 @@ def in_own_formats(random: Random, model: ModelConfig, formats: WeightFormats) -
     if random.random() < 0.3:
         floats = WeightFormat(dtype=random.choice(["float32", "bfloat16", "float16"]))
         formats = replace(formats, layers=floats, attention=None)
-    return model, replace(formats, own=tuple(OWN_FORMATS))
+    return model, replace(formats, own=tuple(known))
 
 
 def instructions_of(seed: int) -> InstructionSet:
@@ -420,12 +423,12 @@ class Drawn:
 
     def __init__(self, seed: int) -> None:
         random = Random(seed)
-        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "int6", "uint4", "mxfp4", "fp8"])
+        architecture, width = random.choice(FAMILIES.names), random.choice([*WIDTHS, "k", "uint4", "mxfp4", "fp8"])
         group = random.choice([32, 64, 128]) if width in ("int8", "int4", "uint4") else 32 if width == "mxfp4" else 1
-        group = SUB_BLOCK if width == "int6" or (width == "int8" and random.random() < 0.3) else group
+        width, group = (random.choice([*K_GROUPS]), K_BLOCK) if width == "k" else (width, group)
         model, formats = draw_model(random, architecture, group), forms_of(width, group)
         if group >= 32 and seed % 3:
-            model, formats = in_own_formats(Random(-1 - seed), model, formats)
+            model, formats = in_own_formats(Random(-1 - seed), model, formats, group)
         kv_dtype = random.choice(["auto", "fp8"] if model.latent else [
             own for own in KV_DTYPES
             if own != "float32" and ("int4" not in own or not any(heads.head_dim % 32 for heads in model.all_heads))
@@ -437,6 +440,8 @@ class Drawn:
             if model.moe is None is model.latent and load(instructions).multiplies_bf16():
                 formats = formats.rounding_to_bf16()
         num_rows, capacity = random.randint(1, 33), random.choice([1, 2, 17, 40, 129, 1100])
+        if group == K_BLOCK:  # heads are large, and windows may be
+            num_rows, capacity = min(num_rows, 4 if model.windows else 33), min(capacity, 129)
         num_queries = 0
         is_full = model.windows is None and not model.recurrent_layers
         if is_full and random.random() < 0.3:

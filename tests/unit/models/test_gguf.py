@@ -19,12 +19,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from snapstream import LLM, Grammar, SamplingParams
 from snapstream.cli.app import main
-from snapstream.kernels.groups import dequantize, dequantize_uint4
+from snapstream.kernels.groups import dequantize, dequantize_uint4, k_scales
 from snapstream.models import gguf, gguf_architectures
 from snapstream.models.checkpoint import check_checkpoint, load_weights
 from snapstream.models.config_json import fingerprint
-from snapstream.models.gguf_header import DEQUANTIZED, read_header, shortest
+from snapstream.models.gguf_header import DEQUANTIZED, K_QUANTS, read_header, shortest
 from snapstream.models.hub import model_name
+from snapstream.models.matrix import decode
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer, has_tokenizer, load_tokenizer
@@ -75,64 +76,46 @@ def test_blocks_of_integers_are_exact(kind: str) -> None:
         assert torch.equal(dequantize(torch.from_numpy(codes), torch.from_numpy(scales), bits), wanted)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q4_1"])
-def test_blocks_with_minimums(kind: str) -> None:
-    """The integers are exact, and of Q4_K scales and minimums are the fp16 numbers nearest to gguf's products."""
-    own, draw = ggml.GGMLQuantizationType[kind], np.random.default_rng(3)
-    length, size = ggml.GGML_QUANT_SIZES[own]
-    for exponents in (0, 0x40), (0, 8), (0x30, 0x50):  # of both factors: any up to 2, tiny, and large
+def test_blocks_with_minimums() -> None:
+    own, draw = ggml.GGMLQuantizationType.Q4_1, np.random.default_rng(3)
+    data = draw.integers(0, 256, (64, 3, 20), dtype=np.uint8)
+    for at in (1, 3):
+        data[..., at] = draw.integers(0, 0x40, (64, 3), dtype=np.uint8)
+    rows = data.reshape(64, -1)
+    scales, values = gguf.blocks_of(rows, "Q4_1")
+    assert (values.min(), values.max()) == (-8, 7) and values.shape == (64, 3, 32)
+    codes = gguf.packed_codes(values, 4).reshape(64, -1)
+    found = dequantize_uint4(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
+    assert np.array_equal(found, ggml.quants.dequantize(rows, own))
+
+
+@pytest.mark.parametrize("kind", K_QUANTS)
+def test_blocks_of_k_quants_are_exact(kind: str) -> None:
+    """Any bytes with factors up to 2, tiny and large ones, against gguf's own reference."""
+    own, form, draw = ggml.GGMLQuantizationType[kind], gguf.OWN[kind], np.random.default_rng(3)
+    size = ggml.GGML_QUANT_SIZES[own][1]
+    places = {"Q3_K": (108,), "Q6_K": (208,), "IQ4_XS": (0,)}.get(kind, (0, 2))
+    for exponents in (0, 0x40), (0, 8), (0x40, 0x60):
         data = draw.integers(0, 256, (64, 3, size), dtype=np.uint8)
-        for at in (1, 3):
-            data[..., at] = draw.integers(*exponents, (64, 3), dtype=np.uint8)
+        for at in places:
+            data[..., at + 1] = draw.integers(*exponents, (64, 3), dtype=np.uint8)
         rows = data.reshape(64, -1)
         wanted = ggml.quants.dequantize(rows, own)
         scales, values = gguf.blocks_of(rows, kind)
-        assert (values.min(), values.max()) == (-8, 7) and values.shape == (64, 3 * length // 32, 32)
-        codes = gguf.packed_codes(values, 4).reshape(64, -1)
-        found = dequantize_uint4(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
-        if kind == "Q4_1":
-            assert np.array_equal(found, wanted)
-            continue
-        pairs = np.ascontiguousarray(data[..., :4]).view(np.float16).astype(np.float32)
-        small = ggml.quants.Q4_K.get_scale_min(data[..., 4:16].reshape(-1, 12))
-        scale, minimum = (
-            own.reshape(64, 3, 8) * factor[..., None]
-            for own, factor in zip(small, np.moveaxis(pairs, -1, 0), strict=True)
-        )
-        lines = np.stack((scale, -minimum), -1).reshape(64, -1, 2)
-        assert np.array_equal(scales.view(np.float16).reshape(lines.shape), lines.astype(np.float16))
-        exact = (values + 8) * lines[..., :1] + lines[..., 1:]
-        assert np.array_equal(exact.reshape(64, -1), wanted)
-    data[..., :4] = np.frombuffer(np.float16([60000, 60000]).tobytes(), dtype=np.uint8)
-    if kind == "Q4_K":
-        assert np.isinf(gguf.blocks_of(data.reshape(64, -1), kind)[0].view(np.float16)).any()
+        assert scales.shape == (64, 3, form.scale_bytes) and values.shape == (64, 768 // form.group, form.group)
+        codes = torch.from_numpy(gguf.packed_codes(values, form.bits).reshape(64, -1))
+        assert codes.shape[1] == 96 * form.bits
+        assert np.array_equal(decode(codes, torch.from_numpy(scales), form).numpy(), wanted)
+        if kind == "Q4_K" and exponents[1] <= 0x40:  # where columns change their order
+            in_groups = torch.from_numpy(gguf.in_groups(scales))
+            factors = [
+                line.half().float().repeat_interleave(32, 1) for line in k_scales(torch.from_numpy(scales), form)
+            ]
+            numbers = torch.from_numpy(values.reshape(64, -1) + np.int8(8)).float()
+            assert torch.equal(dequantize_uint4(codes, in_groups), numbers * factors[0] + factors[1])
 
 
-def test_blocks_of_q6_k() -> None:
-    """The integers are exact, and a scale is the fp16 number nearest to the product that gguf's reference has."""
-    own, draw = ggml.GGMLQuantizationType["Q6_K"], np.random.default_rng(3)
-    for exponents in (0, 0x40), (0, 8), (0x40, 0x50):  # of what scales are times: any up to 2, tiny, and large
-        data = draw.integers(0, 256, (64, 3, 210), dtype=np.uint8)
-        data[..., 209] = draw.integers(*exponents, (64, 3), dtype=np.uint8)
-        rows = data.reshape(64, -1)
-        wanted = ggml.quants.dequantize(rows, own)
-        factors = np.ascontiguousarray(data[..., 208:]).view(np.float16).astype(np.float32)
-        products = (factors * data[..., 192:208].view(np.int8)).reshape(64, 48)
-        scales, values = gguf.blocks_of(rows, "Q6_K")
-        assert (values.min(), values.max()) == (-32, 31) and np.array_equal(scales, products.astype(np.float16))
-        assert np.array_equal((values * products[..., None]).reshape(64, -1), wanted)
-        by_bits = [torch.from_numpy(gguf.packed_codes(values, bits).reshape(64, -1)) for bits in (6, 8)]
-        assert [codes.shape[1] for codes in by_bits] == [576, 768]
-        found, same = (
-            dequantize(own, torch.from_numpy(scales), bits).numpy() for own, bits in zip(by_bits, (6, 8), strict=True)
-        )
-        assert np.array_equal(found, same)
-        assert (np.abs(found - wanted) <= 2**-11 * np.abs(wanted) + 32 * 2**-25).all()
-    data[..., 208:] = np.frombuffer(np.float16(60000).tobytes(), dtype=np.uint8)
-    assert np.isinf(gguf.blocks_of(data.reshape(64, -1), "Q6_K")[0]).any()
-
-
-@pytest.mark.parametrize("kind", [*DEQUANTIZED, "Q4_1", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", [*DEQUANTIZED, *K_QUANTS, "Q4_1"])
 def test_other_types_are_dequantized_by_the_reference(kind: str) -> None:
     own = ggml.GGMLQuantizationType[kind]
     block, size = ggml.GGML_QUANT_SIZES[own]

@@ -227,7 +227,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", str(source), str(tmp_path / "more"), "--group", "48"]) == 2
     assert "group is 48; it must be one of 32, 64, 128" in capsys.readouterr().err
     assert main(["quantize", str(source), str(tmp_path / "more"), "--group", "16"]) == 2
-    assert "group is 16; files have groups of 32, 64, 128" in capsys.readouterr().err
+    assert "group is 16; it must be one of 32, 64, 128" in capsys.readouterr().err
 
 
 def test_nothing_is_left_of_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

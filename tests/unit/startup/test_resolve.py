@@ -237,7 +237,7 @@ def test_prefill_rounds_its_inputs_where_that_is_faster_and_the_user_lets_it() -
     blocks = StoredWeights(dtype="bfloat16", quantized=WeightFormat(dtype="fp8"))
     own = resolve(replace(LLAMA_1B, stored=blocks), EngineOptions(device="cpu", max_rows=1), shorts).weights
     assert own is not None and own.layers.is_fp8 and own.prefill_inputs == "int16"
-    kept = WeightFormat(dtype="uint4", group=32), WeightFormat(dtype="int6", group=16)
+    kept = WeightFormat(dtype="uint4", group=32), WeightFormat(dtype="q6_k", group=16)
     names = (frozenset({"model.layers.0.mlp.up_proj.weight"}), frozenset({"model.layers.1.mlp.up_proj.weight"}))
     stored = StoredWeights(dtype="float16", own=tuple(zip(kept, names, strict=True)))
     options = EngineOptions(device="cpu", max_rows=1)

@@ -17,7 +17,10 @@ enum Activation : int64_t { SILU = 0, GELU = 1, RELU2 = 2, XIELU = 3, UNGATED_GE
 constexpr bool has_gate(int64_t activation) { return activation < RELU2; }
 
 // Of matrices; I8, BF16 and I16 also of inputs, I16 of nothing else.
-enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7, I16 = 8, I6 = 9 };
+enum Format : int64_t {
+    F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7, I16 = 8,
+    Q3K = 9, Q4K = 10, Q5K = 11, Q6K = 12, IQ4XS = 13,
+};
 
 struct Stack {  // matrices [layers, rows, cols], or one of them
     const char* data;

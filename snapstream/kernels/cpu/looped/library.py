@@ -31,8 +31,12 @@ FORMATS = {
     "int4": 5,
     "mxfp4": 6,
     "uint4": 7,
-    "int6": 9,
     "int16": 8,
+    "q3_k": 9,
+    "q4_k": 10,
+    "q5_k": 11,
+    "q6_k": 12,
+    "iq4_xs": 13,
 }  # as ``abi.h``
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3, "ungated_gelu": 4}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it

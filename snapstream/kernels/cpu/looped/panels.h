@@ -8,13 +8,15 @@
 //   fp8          a column, in bytes; its scales lie apart (products_fp8.cpp)
 //   int8         four to 32 bits, the first in the lowest byte, each stored plus 128
 //   int4         eight: byte b has column b in its lower and column 4 + b in its upper half, each stored plus 8
-//   int6         sixteen, each stored plus 32: the lower four bits as int4, eight columns and eight, then the upper two,
-//                byte b those of columns b, 4 + b, 8 + b, 12 + b from its lowest bits on
+//   five bits    32: the lower four bits as int4, eight columns after eight, then the fifth, byte b those of columns b,
+//                4 + b, ... from its lowest bit on
+//   six bits     sixteen, in the same way, two bits of each column in the last 32
 //
 // so a vector of the weight holds rows, a token's number is broadcast, and no sum crosses lanes. Quantized columns come
 // in groups, each headed by the 32 scales in fp16: a number is (stored - offset) * scale, exact in fp32. MXFP4 lies as
 // int4, a code is a sign and one of eight magnitudes, and the scales are bytes, the exponents of powers of two. uint4
-// lies as int4; behind the scales are as many minimums, and a number is stored * scale + minimum.
+// lies as int4; behind the scales are as many minimums, and a number is stored * scale + minimum. K-quants have 256
+// columns to a group, of which 16 or 32 share a scale: see Blocks.
 //
 // Invariant: the sum of an output is taken over columns from first to last, in one chain of multiply-adds, whatever the
 // number of tokens, so products are batch-invariant.
@@ -98,29 +100,113 @@ struct Codes {
     }
 };
 
-struct Codes6 {
-    static constexpr int BITS = 6, COLS = 16, BYTES = 384, HEAD = 2 * PANEL;
-    static constexpr bool IS_QUICK = false, HAS_MINIMUM = false;
+// Codes of blocks, as vectors of four columns each, a byte to a column.
+struct Nibbles {
+    static constexpr int BITS = 4, COLS = 8, BYTES = 128, OFFSET = 0;
+    static constexpr bool IS_SPLIT = false;
+    static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
+    static INLINE bits four(bits own, int part) { return (own >> (4 * part)) & 0x0f0f0f0fu; }
+};
+struct SignedNibbles : Nibbles {
+    static constexpr int OFFSET = 8;
+};
+
+template <int HIGH, int OWN_OFFSET>  // HIGH: bits beside the lower four
+struct SplitCodes {
+    static constexpr int BITS = 4 + HIGH, COLS = 32 / HIGH, LOWS = COLS / 8, BYTES = 128 * (LOWS + 1), OFFSET = OWN_OFFSET;
+    static constexpr bool IS_SPLIT = true;
     struct Unit {
-        bits low[2], high;
+        bits low[LOWS], high;
     };
-    static INLINE vec scale(const char* head, int v) {
-        return load_half(reinterpret_cast<const uint16_t*>(head) + v * W);
-    }
     static INLINE Unit stored(const char* unit, int v) {
+        Unit own;
         unit += v * W * 4;
-        return {{load_bits(unit), load_bits(unit + 128)}, load_bits(unit + 256)};
+        UNROLL for (int i = 0; i < LOWS; ++i) own.low[i] = load_bits(unit + i * 128);
+        own.high = load_bits(unit + LOWS * 128);
+        return own;
     }
-    // Columns 4 * part and further, a byte each.
     static INLINE bits four(const Unit& own, int part) {
-        const bits high = part < 2 ? own.high << (4 - 2 * part) : own.high >> (2 * part - 4);
-        return ((own.low[part / 2] >> (4 * (part % 2))) & 0x0f0f0f0fu) | (high & 0x30303030u);
-    }
-    static INLINE vec widen(const Unit& own, int c, vec scale) {
-        const ints code = (ints)((four(own, c / 4) >> (8 * (c % 4))) & 63u);
-        return __builtin_convertvector(code - 32, vec) * scale;
+        const int place = HIGH * part;
+        const bits high = place < 4 ? own.high << (4 - place) : own.high >> (place - 4);
+        return ((own.low[part / 2] >> (4 * (part % 2))) & 0x0f0f0f0fu) | (high & (HIGH == 1 ? 0x10101010u : 0x30303030u));
     }
 };
+
+// Bytes of `own` as places in a table of sixteen.
+INLINE bits look_up(const uint8_t* table, bits own) {
+#if ISA == 512
+    const __m128i line = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return (bits)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(line), (__m512i)own);
+#elif ISA == 256
+    const __m128i line = _mm_load_si128(reinterpret_cast<const __m128i*>(table));
+    return (bits)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(line), (__m256i)own);
+#else
+    typedef uint8_t bytes __attribute__((vector_size(W * 4)));
+    const bytes places = (bytes)own;
+    bytes found;
+    for (int i = 0; i < W * 4; ++i) found[i] = table[places[i]];
+    return (bits)found;
+#endif
+}
+
+struct NonLinear4 : Nibbles {  // a table's numbers, plus 128
+    static constexpr int OFFSET = 128;
+    static INLINE bits four(bits own, int part) { return look_up(NUMBERS, Nibbles::four(own, part)); }
+
+  private:
+    alignas(16) static constexpr uint8_t NUMBERS[] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                                      129, 141, 153, 166, 181, 197, 217, 241};
+};
+
+// K-quants of GGUF files, with their own integers. A group of 256 columns is headed by a factor of each row in fp16, with
+// MINIMUM another one, and then, in bytes with a sign, by what the first is multiplied by to give the scale of each
+// OWN_GROUP columns, 32 rows after 32, and the second to give their minimum: number = (stored - offset) * scale + minimum.
+template <class Own, int OWN_GROUP, bool MINIMUM>
+struct Blocks : Own {
+    static constexpr int BLOCK = 256, GROUP = OWN_GROUP, SUBS = BLOCK / GROUP;
+    static constexpr int FACTORS = 2 * PANEL * (1 + MINIMUM), HEAD = FACTORS + SUBS * PANEL * (1 + MINIMUM);
+    static constexpr bool IS_QUICK = false, HAS_MINIMUM = MINIMUM;
+    struct Line {
+        vec factor, minimum;
+    };
+    static INLINE Line scale(const char* head, int v, int sub) {
+        Line line{times(head, FACTORS + sub * PANEL, v), {}};
+        if constexpr (MINIMUM) line.minimum = times(head + 2 * PANEL, FACTORS - 2 * PANEL + (SUBS + sub) * PANEL, v);
+        return line;
+    }
+    template <class Unit>
+    static INLINE vec widen(const Unit& own, int c, Line line) {
+        const ints code = (ints)((Own::four(own, c / 4) >> (8 * (c % 4))) & 255u) - Own::OFFSET;
+        const vec number = __builtin_convertvector(code, vec) * line.factor;
+        if constexpr (MINIMUM) return number + line.minimum;
+        else return number;
+    }
+
+  private:
+    static INLINE vec times(const char* factors, int at, int v) {  // at: from the factors on
+        typedef int8_t bytes __attribute__((vector_size(W)));
+        bytes own;
+        std::memcpy(&own, factors + at + v * W, W);
+        return load_half(reinterpret_cast<const uint16_t*>(factors) + v * W) * __builtin_convertvector(own, vec);
+    }
+};
+using BlocksQ3 = Blocks<SignedNibbles, 16, false>;
+using BlocksQ4 = Blocks<Nibbles, 32, true>;
+using BlocksQ5 = Blocks<SplitCodes<1, 0>, 32, true>;
+using BlocksQ6 = Blocks<SplitCodes<2, 32>, 16, false>;
+using BlocksIQ4 = Blocks<NonLinear4, 32, false>;
+
+// Into how many parts with a scale each the columns behind a head fall.
+template <class Form>
+constexpr int SUBS = 1;
+template <class Own, int GROUP, bool MINIMUM>
+constexpr int SUBS<Blocks<Own, GROUP, MINIMUM>> = Blocks<Own, GROUP, MINIMUM>::SUBS;
+
+template <class Form>
+INLINE auto scale_of(const char* head, int v, int sub) {
+    if constexpr (SUBS<Form> > 1) return Form::scale(head, v, sub);
+    else return Form::scale(head, v);
+}
 
 // Its numbers are exact products of code and scale, rounded once where the minimum is added.
 struct Unsigned4 {
@@ -166,25 +252,10 @@ struct Mxfp4 {
     static INLINE vec widen(bits codes, int c, vec scale) { return number(codes, c % 4 * 2 + c / 4) * scale; }
     // Of four codes, a byte each: twice the numbers plus ZERO, and what multiplies them.
     static constexpr int ZERO = 12;
-    static INLINE bits integers(bits codes) {
-#if ISA == 512
-        return (bits)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table()), (__m512i)codes);
-#elif ISA == 256
-        return (bits)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table()), (__m256i)codes);
-#else
-        typedef uint8_t bytes __attribute__((vector_size(W * 4)));
-        const bytes own = (bytes)codes;
-        bytes found;
-        for (int i = 0; i < W * 4; ++i) found[i] = INTEGERS[own[i]];
-        return (bits)found;
-#endif
-    }
+    static INLINE bits integers(bits codes) { return look_up(INTEGERS, codes); }
 
   private:
     alignas(16) static constexpr uint8_t INTEGERS[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
-#if ISA
-    static INLINE __m128i table() { return _mm_load_si128(reinterpret_cast<const __m128i*>(INTEGERS)); }
-#endif
     static constexpr bool LOOKS_UP = ISA == 512 || ISA == 256;
     static INLINE vec number(bits codes, int place) {  // twice that where it is not looked up
 #if ISA == 512
@@ -206,7 +277,10 @@ struct Mxfp4 {
 };
 
 template <class Form>
-INLINE int64_t group_cols(const Stack& stack) { return Form::HEAD ? stack.group : padded(stack.cols); }
+INLINE int64_t group_cols(const Stack& stack) {  // behind a head
+    if constexpr (SUBS<Form> > 1) return Form::BLOCK;
+    return Form::HEAD ? stack.group : padded(stack.cols);
+}
 template <class Form>
 INLINE int64_t group_bytes(const Stack& stack) {
     return Form::HEAD + group_cols<Form>(stack) / Form::COLS * Form::BYTES;
@@ -215,19 +289,22 @@ INLINE int64_t group_bytes(const Stack& stack) {
 // Where column `col` of a panel begins: the first of a group, or with plain numbers of a unit.
 template <class Form>
 INLINE int64_t offset(const Stack& stack, int64_t col) {
-    return Form::HEAD ? col / stack.group * group_bytes<Form>(stack) : col / Form::COLS * Form::BYTES;
+    return Form::HEAD ? col / group_cols<Form>(stack) * group_bytes<Form>(stack) : col / Form::COLS * Form::BYTES;
 }
 
 // Calls use(numbers, column) for vector v of rows of `cols` columns from `from` on.
 template <class Form, class Use>
 INLINE void for_units(const Stack& stack, const char* from, int64_t cols, int v, Use use) {
     const int64_t group = std::min(group_cols<Form>(stack), cols);
-    for (int64_t first = 0; first < cols; first += group) {
-        const auto scale = Form::scale(from, v);
+    for (int64_t col = 0; col < cols;) {
+        const char* head = from;
         from += Form::HEAD;
-        for (int64_t col = first; col < first + group; col += Form::COLS, from += Form::BYTES) {
-            const auto stored = Form::stored(from, v);
-            UNROLL for (int c = 0; c < Form::COLS; ++c) use(Form::widen(stored, c, scale), col + c);
+        for (int sub = 0; sub < SUBS<Form>; ++sub) {
+            const auto scale = scale_of<Form>(head, v, sub);
+            for (const int64_t end = col + group / SUBS<Form>; col < end; col += Form::COLS, from += Form::BYTES) {
+                const auto stored = Form::stored(from, v);
+                UNROLL for (int c = 0; c < Form::COLS; ++c) use(Form::widen(stored, c, scale), col + c);
+            }
         }
     }
 }
@@ -248,9 +325,13 @@ inline void copy_row(const Stack& table, int64_t row, float* out) {
         case F16: return copy_row<HalfF16>(table, row, out);
         case I8: return copy_row<Codes<8>>(table, row, out);
         case I4: return copy_row<Codes<4>>(table, row, out);
-        case I6: return copy_row<Codes6>(table, row, out);
         case MXFP4: return copy_row<Mxfp4>(table, row, out);
         case U4: return copy_row<Unsigned4>(table, row, out);
+        case Q3K: return copy_row<BlocksQ3>(table, row, out);
+        case Q4K: return copy_row<BlocksQ4>(table, row, out);
+        case Q5K: return copy_row<BlocksQ5>(table, row, out);
+        case Q6K: return copy_row<BlocksQ6>(table, row, out);
+        case IQ4XS: return copy_row<BlocksIQ4>(table, row, out);
         default: return copy_row<PlainF32>(table, row, out);
     }
 }
@@ -321,7 +402,7 @@ struct Packed {
 };
 
 // What of the memory behind the weights in work is asked for meanwhile: `step` bytes per unit from `from` on, at most
-// so many LINES of 64, and `head` bytes per group.
+// so many LINES of 64, and `head` bytes per scale.
 struct Prefetch {
     const char* from;
     int64_t step, apart = 0;  // apart: from one panel to the other that is multiplied with it
@@ -334,6 +415,12 @@ struct Prefetch {
         from += bytes;
     }
 };
+
+// Bytes of a head for each of its scales, and their lines.
+template <class Form>
+constexpr int HEAD_SHARE = Form::HEAD / SUBS<Form>;
+template <class Form>
+constexpr int HEAD_LINES = (HEAD_SHARE<Form> + 63) / 64;
 
 // A tile of part of a panel has company at its block.
 template <class Form>
@@ -350,31 +437,35 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
     vec acc[T][VECTORS];
     UNROLL for (int t = 0; t < T; ++t)
         UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] = load(sum(t, i));
-    const int64_t group = std::min(group_cols<Form>(stack), cols);
-    for (int64_t left = cols; left > 0; left -= group) {
-        decltype(Form::scale(weight, 0)) scales[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; ++i) scales[i] = Form::scale(place(i), v + i % WIDE);
+    const int64_t group = std::min(group_cols<Form>(stack), cols) / SUBS<Form>;
+    for (int64_t left = cols; left > 0;) {
+        const char* head = weight;
         weight += Form::HEAD;
-        for (int64_t unit = 0; unit < group / Form::COLS; ++unit) {
-            decltype(Form::stored(weight, 0)) stored[VECTORS];
-            UNROLL for (int c = 0; c < Form::COLS; ++c) {
-                if constexpr (RELOADS) asm volatile("" : "+r"(weight));  // hidden, or they would be kept
-                if (c == 0 || RELOADS)
-                    UNROLL for (int i = 0; i < VECTORS; ++i) stored[i] = Form::stored(place(i), v + i % WIDE);
-                vec w[VECTORS];
-                UNROLL for (int i = 0; i < VECTORS; ++i)
-                    if constexpr (RELOADS) w[i] = Form::widen_without_mask(stored[i], c);
-                    else w[i] = Form::widen(stored[i], c, scales[i]);
-                UNROLL for (int t = 0; t < T; ++t) {
-                    const vec own = all(x[c * T + t]);
-                    UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] += w[i] * own;
+        for (int sub = 0; sub < SUBS<Form>; ++sub, left -= group) {
+            decltype(scale_of<Form>(weight, 0, 0)) scales[VECTORS];
+            UNROLL for (int i = 0; i < VECTORS; ++i)
+                scales[i] = scale_of<Form>(head + i / WIDE * fetch.apart, v + i % WIDE, sub);
+            for (int64_t unit = 0; unit < group / Form::COLS; ++unit) {
+                decltype(Form::stored(weight, 0)) stored[VECTORS];
+                UNROLL for (int c = 0; c < Form::COLS; ++c) {
+                    if constexpr (RELOADS) asm volatile("" : "+r"(weight));  // hidden, or they would be kept
+                    if (c == 0 || RELOADS)
+                        UNROLL for (int i = 0; i < VECTORS; ++i) stored[i] = Form::stored(place(i), v + i % WIDE);
+                    vec w[VECTORS];
+                    UNROLL for (int i = 0; i < VECTORS; ++i)
+                        if constexpr (RELOADS) w[i] = Form::widen_without_mask(stored[i], c);
+                        else w[i] = Form::widen(stored[i], c, scales[i]);
+                    UNROLL for (int t = 0; t < T; ++t) {
+                        const vec own = all(x[c * T + t]);
+                        UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] += w[i] * own;
+                    }
                 }
+                fetch.template ask<P, lines_of<Form>(T), T>(fetch.step);
+                weight += Form::BYTES;
+                x += Form::COLS * T;
             }
-            fetch.template ask<P, lines_of<Form>(T), T>(fetch.step);
-            weight += Form::BYTES;
-            x += Form::COLS * T;
+            if constexpr (Form::HEAD > 0) fetch.template ask<P, HEAD_LINES<Form>, T>(fetch.head);
         }
-        if constexpr (Form::HEAD > 0) fetch.template ask<P, 1, T>(fetch.head);
     }
     UNROLL for (int t = 0; t < T; ++t)
         UNROLL for (int i = 0; i < VECTORS; ++i) store(sum(t, i), acc[t][i]);
@@ -395,15 +486,15 @@ template <class Form, int P, class Own>
 INLINE void whole_panels(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums,
                          Own own) {
     const int64_t cols = padded(stack.cols), bytes = offset<Form>(stack, cols);
-    const int64_t unit = Form::HEAD ? stack.group : Form::COLS;
+    const int64_t unit = Form::HEAD ? group_cols<Form>(stack) : Form::COLS;
     const int64_t ahead = ahead_of(groups.tokens), near = std::min(cols, (ahead * cols / bytes + unit - 1) / unit * unit);
     const int64_t split = cols - near;
     const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
     if (split)
-        own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart, Form::HEAD});
+        own(stack, panel, x, split, 0, sums, {panel + offset<Form>(stack, near), Form::BYTES, apart, HEAD_SHARE<Form>});
     const char* next = groups.next ? groups.next : panel + P * stack.panel_bytes;
     own(stack, panel + offset<Form>(stack, split), x + split * groups.tokens, near, 0, sums,
-        {next, Form::BYTES, apart, Form::HEAD});
+        {next, Form::BYTES, apart, HEAD_SHARE<Form>});
 }
 
 // Few tokens: every weight is read by one tile, as it lies.
@@ -424,12 +515,13 @@ inline Prefetch share_of(const char* next, int64_t bytes, int64_t units, const G
 template <class Form, class Used>
 void product_in_blocks(const Stack& stack, const char* panel, const float* x, const Groups& groups, float* sums) {
     constexpr bool WIDENS = !std::is_same_v<Form, Used>;
-    alignas(64) float block[WIDENS ? BLOCK_K * PANEL : 1];
+    constexpr int64_t SIZE = SUBS<Form> > 1 ? 2 * BLOCK_K : BLOCK_K;
+    alignas(64) float block[WIDENS ? SIZE * PANEL : 1];
     const int64_t cols = padded(stack.cols);
-    for (int64_t first = 0; first < cols; first += BLOCK_K) {
-        const int64_t count = std::min(BLOCK_K, cols - first);
+    for (int64_t first = 0; first < cols; first += SIZE) {
+        const int64_t count = std::min(SIZE, cols - first);
         const char* weight = panel + offset<Form>(stack, first);
-        const char* next = panel + offset<Form>(stack, first + BLOCK_K);
+        const char* next = panel + offset<Form>(stack, first + SIZE);
         const char* from = weight;
         if constexpr (WIDENS) {
             for (int v = 0; v < VECS; ++v)
@@ -443,7 +535,7 @@ void product_in_blocks(const Stack& stack, const char* panel, const float* x, co
             const Tile own = tile_of<Used>(size, UpToMost{});
             for (int v = 0; v < VECS; v += wide(size))
                 own(stack, from, x + begin * cols + first * size, count, v, sums + begin * PANEL,
-                    share_of(next, next - weight, BLOCK_K / Used::COLS, groups, group, v));
+                    share_of(next, next - weight, SIZE / Used::COLS, groups, group, v));
         }
     }
 }
@@ -482,9 +574,13 @@ inline Products products_of(int64_t format) {
         case F16: return {panel_product<HalfF16>, pair_product<HalfF16>};
         case I8: return {panel_product<Codes<8>>, pair_product<Codes<8>>};
         case I4: return {panel_product<Codes<4>>, pair_product<Codes<4>>};
-        case I6: return {panel_product<Codes6>, pair_product<Codes6>};
         case MXFP4: return {panel_product<Mxfp4>, pair_product<Mxfp4>};
         case U4: return {panel_product<Unsigned4>, pair_product<Unsigned4>};
+        case Q3K: return {panel_product<BlocksQ3>, pair_product<BlocksQ3>};
+        case Q4K: return {panel_product<BlocksQ4>, pair_product<BlocksQ4>};
+        case Q5K: return {panel_product<BlocksQ5>, pair_product<BlocksQ5>};
+        case Q6K: return {panel_product<BlocksQ6>, pair_product<BlocksQ6>};
+        case IQ4XS: return {panel_product<BlocksIQ4>, pair_product<BlocksIQ4>};
         default: return {panel_product<PlainF32>, pair_product<PlainF32>};
     }
 }

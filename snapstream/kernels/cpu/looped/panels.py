@@ -1,7 +1,7 @@
 """Matrices in panels (``panels.h``): how rows get there and back, and the products outside of a step.
 
 A panel is 32 rows, whose columns follow each other in units of a few. Floats are ``[..., panels, units, 32, columns of
-a unit]``; int8 and int4 (reference: ``groups.py``) are uint8 ``[..., panels, groups, bytes]``, of a group the scales of
+a unit]``; integers (reference: ``groups.py``) are uint8 ``[..., panels, blocks, bytes]``, of a block the scales of
 32 rows in fp16, then units of 128 bytes, four for each row: int8 as four columns, int4 as eight, column b in the lower
 half of byte b and column 4 + b in the upper. int6 is in ``panels.h``. MXFP4 is int4 with scales of a byte; uint4
 has 32 minimums after the scales. Rows and columns that a matrix does not have are zero.
@@ -91,65 +91,74 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
 _UNIT, _ROW = 4 * PANEL, 4  # bytes: of a unit, of a row in a unit
 
 
-def _head(form: WeightFormat) -> int:
-    """Bytes of a group's scales."""
-    return groups.scale_dtype(form.dtype).itemsize * PANEL
-
-
 def code_panel_shape(shape: tuple[int, ...], form: WeightFormat) -> tuple[int, ...]:
-    """The storage of matrices ``[..., out, in]``; ``in`` is whole groups."""
+    """The storage of matrices ``[..., out, in]``; ``in`` is whole blocks."""
     *stack, num_out, num_in = shape
-    return (*stack, -(-num_out // PANEL), num_in // form.group, _head(form) + form.group * form.bits // 8 * PANEL)
+    block_bytes = PANEL * (form.scale_bytes + form.block * form.bits // 8)
+    return (*stack, -(-num_out // PANEL), num_in // form.block, block_bytes)
+
+
+def _parts(panels: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of ``panels [P, blocks, bytes]``: scales of two bytes ``[P, blocks, n, 32, 2]``, of one ``[..., 1]``, and
+    codes ``[P, blocks, units, 32, 4]``.
+    """
+    halves = form.factor_bytes if form.is_k_quant else form.scale_bytes & ~1
+    parts = panels.split((PANEL * halves, PANEL * (form.scale_bytes - halves), form.block * form.bits // 8 * PANEL), 2)
+    first, second, codes = (
+        own.unflatten(2, (own.shape[2] // (PANEL * size), PANEL, size))
+        for own, size in zip(parts, (2, 1, _ROW), strict=True)
+    )
+    return first, second, codes
 
 
 def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
-    """Store rows from ``first`` on of a matrix in ``panels [P, groups, bytes]``.
+    """Store rows from ``first`` on of a matrix in ``panels [P, blocks, bytes]``.
 
-    ``codes [n, in * bits / 8]`` uint8 and ``scales [n, groups]``, as ``models.matrix.encode`` gives them.
+    ``codes [n, in * bits / 8]`` uint8 and ``scales [n, ...]``, as ``models.matrix.encode`` gives them.
     """
-    num_groups, head = panels.shape[1], _head(form)
-    units = (panels.shape[2] - head) // _UNIT
+    places = _parts(panels, form)
+    num_blocks, units = panels.shape[1], places[2].shape[2]
     if form.bits == 4:  # from neighbours in a byte to columns that lie four apart
-        halves = groups.unpack(codes, 4).view(len(codes), num_groups, units, 2, _ROW)
+        halves = groups.unpack(codes, 4).view(len(codes), num_blocks, units, 2, _ROW)
         codes = halves[..., 0, :] | halves[..., 1, :] << 4
-    lines = codes.reshape(len(codes), num_groups, units, _ROW).permute(1, 2, 0, 3)  # [groups, units, n, 4]
-    size = min(scales.itemsize, 2)  # bytes; of uint4 those of a scale and a minimum
-    heads = (
-        scales.t().contiguous().flatten().view(torch.uint8).view(num_groups, len(scales), scales.itemsize // size, size)
-    )
-    own_heads = panels[:, :, :head].unflatten(2, (-1, PANEL, size))  # [P, groups, 1 or 2, 32, size]
-    own_lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW))  # [P, groups, units, 32, 4]
+    heads = scales.contiguous().flatten(1).view(torch.uint8).view(len(codes), num_blocks, form.scale_bytes)
+    split = 2 * places[0].shape[2]
+    sources = heads[..., :split], heads[..., split:], codes.reshape(len(codes), num_blocks, units * _ROW)
+    lines = [
+        own.unflatten(2, (place.shape[2], place.shape[4])).permute(1, 2, 0, 3)  # [blocks, units, n, size]
+        for own, place in zip(sources, places, strict=True)
+    ]
     done = 0
     while done < len(codes):
         panel, lane = divmod(first + done, PANEL)
         count = min(PANEL - lane, len(codes) - done)
-        own_heads[panel, :, :, lane : lane + count] = heads[:, done : done + count].transpose(1, 2)
-        own_lines[panel, :, :, lane : lane + count] = lines[:, :, done : done + count]
+        for own, place in zip(lines, places, strict=True):
+            place[panel, :, :, lane : lane + count] = own[:, :, done : done + count]
         done += count
 
 
 def codes_of(panels: Tensor, num_out: int, form: WeightFormat) -> tuple[Tensor, Tensor]:
-    """``codes [out, in * bits / 8]`` and ``scales [out, groups]`` of a matrix in ``panels [P, groups, bytes]``."""
-    (num_panels, num_groups), head = panels.shape[:2], _head(form)
-    units = (panels.shape[2] - head) // _UNIT
-    dtype = groups.scale_dtype(form.dtype)
-    heads = panels[:, :, :head].unflatten(2, (-1, PANEL, min(dtype.itemsize, 2)))  # [P, groups, 1 or 2, 32, size]
-    scales = heads.permute(0, 3, 1, 2, 4).flatten(3).contiguous().view(dtype).reshape(-1, num_groups)[:num_out]
-    lines = panels[:, :, head:].unflatten(2, (units, PANEL, _ROW)).permute(0, 3, 1, 2, 4)  # [P, 32, groups, units, 4]
-    codes = lines.reshape(num_panels * PANEL, num_groups, units, _ROW)[:num_out]
+    """``codes [out, in * bits / 8]`` and ``scales [out, ...]`` of a matrix in ``panels [P, blocks, bytes]``."""
+    first, second, lines = (
+        own.permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)[:num_out] for own in _parts(panels, form)
+    )  # [out, blocks, bytes]
+    scales = torch.cat((first, second), -1)
+    if not form.is_k_quant:
+        scales = scales.view(groups.scale_dtype(form)).squeeze(-1)
     if form.bits == 4:
-        codes = groups.pack(torch.stack((codes & 15, codes >> 4), 3).flatten(1), 4)
-    return codes.flatten(1), scales
+        codes = lines.unflatten(2, (-1, _ROW))
+        lines = groups.pack(torch.stack((codes & 15, codes >> 4), 3).flatten(2), 4)
+    return lines.flatten(1), scales
 
 
 def stack_of_codes(panels: Tensor, num_out: int, num_in: int, form: WeightFormat) -> Stack:
-    """The struct of matrices in ``panels [L, P, groups, bytes]``, or of one.
+    """The struct of matrices in ``panels [L, P, blocks, bytes]``, or of one.
 
     If ``form`` rounds inputs, tokens are quantized to int8 before they are multiplied.
     """
     panel_bytes = panels.shape[-2] * panels.shape[-1]
     return Stack(
         data=address(panels), layer_bytes=panels.shape[-3] * panel_bytes, panel_bytes=panel_bytes, rows=num_out,
-        cols=num_in, format=FORMATS[form.dtype], group=num_in // panels.shape[-2],
+        cols=num_in, format=FORMATS[form.dtype], group=form.group,
         inputs=FORMATS["int8"] if form.rounds_inputs else FORMATS["float32"],
     )  # fmt: skip

@@ -37,7 +37,8 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 // The code that packs the input of such a product rounds it, per token and group of columns that share a scale in the matrix:
 // the largest magnitude becomes 127 (reference: ../../groups.py). Packed, a group of the matrix is, of T tokens,
 //
-//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated; for uint4 the sum of the numbers, fp32;
+//   [T] scales fp32; [T] int32: what the unsigned storage adds too much, negated; where there are minimums the sum of
+//   the numbers, fp32;
 //   [group / 4][T] four bytes in 32 bits
 //
 // or [group / 4][2][T], those in even and those in odd places, 16 bits each, if the instructions in use take them so,
@@ -90,7 +91,15 @@ class PackedCodes {
 
   private:
     static int32_t offset_of(int64_t format) {
-        return format == I8 ? 128 : format == I6 ? 32 : format == I4 ? 8 : format == MXFP4 ? Mxfp4::ZERO : 0;
+        switch (format) {
+            case I8: return 128;
+            case I4: return 8;
+            case MXFP4: return Mxfp4::ZERO;
+            case Q3K: return BlocksQ3::OFFSET;
+            case Q6K: return BlocksQ6::OFFSET;
+            case IQ4XS: return BlocksIQ4::OFFSET;
+            default: return 0;
+        }
     }
 
     void put_group(int64_t index, const float* x) const {

@@ -16,43 +16,56 @@ namespace {
 constexpr int SPAN = 32;         // columns that are summed at once, unless a group has fewer
 constexpr int64_t CODE_BLOCK = 512;  // columns after which a tile lets the next tokens have the same weights
 
-// A unit of a matrix (panels.h) as vectors of four columns each, and what multiplies the sums of a group.
+// A unit of a matrix (panels.h) as vectors of four columns each, and what multiplies the sums of a group. GROUP: its
+// columns; 0: those of the matrix.
 template <class Form>
 struct Quads {
-    static constexpr int COUNT = 8 / Form::BITS;
+    static constexpr int COUNT = 8 / Form::BITS, GROUP = 0;
+    static constexpr bool IS_SPLIT = false;
     static INLINE bits of(bits unit, int part) {
         if constexpr (Form::BITS == 8) return unit;
         else if constexpr (IS_MXFP4) return Mxfp4::integers((unit >> (4 * part)) & 0x0f0f0f0fu);
         else return (unit >> (4 * part)) & 0x0f0f0f0fu;
     }
-    static INLINE vec scale(const char* head, int v) {
+    static INLINE vec scale(const char* head, int v, int) {
         if constexpr (IS_MXFP4) return Mxfp4::power(head, v) * 0.5f;
         else return load_half(reinterpret_cast<const uint16_t*>(head) + v * W);
     }
+    static INLINE vec minimum(const char* head, int v, int) { return scale(head + 2 * PANEL, v, 0); }
 
   private:
     static constexpr bool IS_MXFP4 = std::is_same_v<Form, Mxfp4>;
 };
 
-template <>
-struct Quads<Codes6> {
-    static constexpr int COUNT = 4;
-    static INLINE bits of(const Codes6::Unit& unit, int part) { return Codes6::four(unit, part); }
-    static INLINE vec scale(const char* head, int v) { return Codes6::scale(head, v); }
+template <class Own, int OWN_GROUP, bool MINIMUM>
+struct Quads<Blocks<Own, OWN_GROUP, MINIMUM>> {
+    using Form = Blocks<Own, OWN_GROUP, MINIMUM>;
+    static constexpr int COUNT = Form::COLS / 4, GROUP = OWN_GROUP;
+    static constexpr bool IS_SPLIT = Own::IS_SPLIT;
+    template <class Unit>
+    static INLINE bits of(const Unit& unit, int part) { return Form::four(unit, part); }
+    static INLINE vec scale(const char* head, int v, int sub) { return Form::scale(head, v, sub).factor; }
+    static INLINE vec minimum(const char* head, int v, int sub) { return Form::scale(head, v, sub).minimum; }
 };
 
-// Pairs of columns in int16, with 32 scales in fp32 before those of a group.
-struct Shorts {
-    static constexpr int BITS = 8, COLS = 2, BYTES = 128, HEAD = 4 * PANEL;
-    static constexpr bool HAS_MINIMUM = false;
+// What is made of a block of columns for many tokens: COLUMNS to a unit, with scales in fp32 and minimums behind them.
+template <int COLUMNS, int OWN_GROUP, bool MINIMUM>
+struct Widened {
+    static constexpr int BITS = 8, COLS = COLUMNS, BYTES = 128, GROUP = OWN_GROUP, HEAD = 4 * PANEL * (1 + MINIMUM);
+    static constexpr bool HAS_MINIMUM = MINIMUM;
     static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
 };
-template <>
-struct Quads<Shorts> {
-    static constexpr int COUNT = 1;
+template <int COLUMNS, int OWN_GROUP, bool MINIMUM>
+struct Quads<Widened<COLUMNS, OWN_GROUP, MINIMUM>> {
+    static constexpr int COUNT = 1, GROUP = OWN_GROUP;
+    static constexpr bool IS_SPLIT = false;
     static INLINE bits of(bits unit, int) { return unit; }
-    static INLINE vec scale(const char* head, int v) { return load(reinterpret_cast<const float*>(head) + v * W); }
+    static INLINE vec scale(const char* head, int v, int) { return load(reinterpret_cast<const float*>(head) + v * W); }
+    static INLINE vec minimum(const char* head, int v, int) { return scale(head + 4 * PANEL, v, 0); }
 };
+using Shorts = Widened<2, SPAN, false>;  // pairs of columns in int16
+template <class Form>
+using Bytes = Widened<4, Form::GROUP, Form::HAS_MINIMUM>;
 
 // As `tile` of panels.h: `cols` columns times T tokens, added to sums [P][T][32]. The whole sums stay in registers
 // for a group, the sums of groups in the nearest cache.
@@ -63,15 +76,16 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     constexpr int RUN = GROUP ? GROUP : SPAN, WIDE = wide(T), VECTORS = P * WIDE, UNITS = RUN / Form::COLS;
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
     // Whether four columns, which take six operations to put together, are kept for both passes.
-    constexpr bool KEEPS = Form::BITS == 6 && Dot::PASSES > 1 && (T + 2) * VECTORS + 2 <= (W == 16 ? 32 : 16);
+    constexpr bool KEEPS = Quads<Form>::IS_SPLIT && Dot::PASSES > 1 && (T + 2) * VECTORS + 2 <= (W == 16 ? 32 : 16);
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     sums += v * W, weight += v * W * 4;  // of the first vector: further ones lie at distances that are constants
     const int64_t group = GROUP ? GROUP : stack.group;
     const auto begin = [](int32_t sum) { return (ints)all_bits(Form::HAS_MINIMUM ? 0 : sum); };
+    const char* head = weight;
+    int sub = 0;  // of the head
     for (int64_t left = cols; left > 0; left -= group) {
-        const char* head = weight - v * W * 4;
+        if (sub == 0) head = weight - v * W * 4, weight += Form::HEAD;
         const int32_t* codes = x + 2 * T;
-        weight += Form::HEAD;
         ints acc[T][VECTORS];
         for (int64_t first = 0; first < group; first += RUN) {
             Own own[T][VECTORS];
@@ -111,12 +125,13 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                     else acc[t][i] = own[t][i];
                 }
         }
-        fetch.template ask<P, 1, T>(fetch.head);
+        fetch.template ask<P, SUBS<Form> == 1 ? 1 : HEAD_LINES<Form>, T>(fetch.head);
         vec scales[VECTORS], minimums[VECTORS];
         UNROLL for (int i = 0; i < VECTORS; ++i) {
-            scales[i] = Quads<Form>::scale(lies(head, i), v + i % WIDE);
-            if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::scale(lies(head, i) + 2 * PANEL, v + i % WIDE);
+            scales[i] = Quads<Form>::scale(lies(head, i), v + i % WIDE, sub);
+            if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::minimum(lies(head, i), v + i % WIDE, sub);
         }
+        if constexpr (SUBS<Form> > 1) sub = (sub + 1) % SUBS<Form>;
         const auto* numbers = reinterpret_cast<const float*>(x);
         float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
         asm volatile("" : "+r"(lines));
@@ -135,14 +150,10 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
 template <class Form, class Dot, int T, int P>
 void code_tile(const Stack& stack, const char* weight, const int32_t* x, int64_t cols, int v, float* sums,
                Prefetch fetch) {
-    if constexpr (std::is_same_v<Form, Shorts>)
-        return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
-    if constexpr (Form::BITS == 6)
-        return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
-    if constexpr (Form::BITS == 8)
-        if (stack.group == 16) return tile_of_groups<Form, Dot, T, P, 16>(stack, weight, x, cols, v, sums, fetch);
-    if (stack.group == SPAN) return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
-    if constexpr (!std::is_same_v<Form, Mxfp4>)
+    constexpr int GROUP = Quads<Form>::GROUP;
+    if constexpr (GROUP > 0) return tile_of_groups<Form, Dot, T, P, GROUP>(stack, weight, x, cols, v, sums, fetch);
+    else if (stack.group == SPAN) return tile_of_groups<Form, Dot, T, P, SPAN>(stack, weight, x, cols, v, sums, fetch);
+    if constexpr (GROUP == 0 && !std::is_same_v<Form, Mxfp4>)
         tile_of_groups<Form, Dot, T, P, 0>(stack, weight, x, cols, v, sums, fetch);
 }
 
@@ -154,16 +165,30 @@ INLINE CodeTile code_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
     return tiles[tokens - 1];
 }
 
-// Groups of six bits as bytes, each stored plus 32 as before.
-INLINE void widen_groups(const char* from, int64_t groups, char* to) {
-    constexpr int64_t OWN = Codes6::HEAD + Codes6::BYTES, WIDE = Codes<8>::HEAD + 4 * Codes<8>::BYTES;
-    for (; groups > 0; --groups, from += OWN, to += WIDE) {
-        std::memcpy(to, from, Codes6::HEAD);
-        for (int v = 0; v < VECS; ++v) {
-            const Codes6::Unit own = Codes6::stored(from + Codes6::HEAD, v);
-            UNROLL for (int part = 0; part < 4; ++part) {
-                const bits four = Codes6::four(own, part);
-                std::memcpy(to + Codes<8>::HEAD + part * Codes<8>::BYTES + v * W * 4, &four, sizeof four);
+// `cols` columns of blocks as bytes.
+template <class Form>
+INLINE void widen_blocks(const char* from, int64_t cols, char* to) {
+    using Wide = Bytes<Form>;
+    for (; cols > 0; cols -= Form::BLOCK) {
+        const char* head = from;
+        from += Form::HEAD;
+        for (int sub = 0; sub < Form::SUBS; ++sub) {
+            auto* scales = reinterpret_cast<float*>(to);
+            for (int v = 0; v < VECS; ++v) {
+                const auto line = Form::scale(head, v, sub);
+                store(scales + v * W, line.factor);
+                if constexpr (Form::HAS_MINIMUM) store(scales + PANEL + v * W, line.minimum);
+            }
+            to += Wide::HEAD;
+            for (int64_t col = 0; col < Form::GROUP; col += Form::COLS, from += Form::BYTES) {
+                for (int v = 0; v < VECS; ++v) {
+                    const auto own = Form::stored(from, v);
+                    UNROLL for (int part = 0; part < Form::COLS / 4; ++part) {
+                        const bits four = Form::four(own, part);
+                        std::memcpy(to + part * Wide::BYTES + v * W * 4, &four, sizeof four);
+                    }
+                }
+                to += Form::COLS / 4 * Wide::BYTES;
             }
         }
     }
@@ -180,19 +205,20 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
     constexpr bool WIDENS = !std::is_same_v<Form, Used>;
     if constexpr (WIDENS)
         if (groups.count == 1) return code_panel<Form, Dot>(stack, panel, x, groups, sums);
-    alignas(64) char bytes[WIDENS ? CODE_BLOCK / 16 * (Used::HEAD + 16 / Used::COLS * Used::BYTES) : 1];
+    constexpr int64_t GROUP = WIDENS ? Quads<Used>::GROUP : CODE_BLOCK;
+    alignas(64) char bytes[WIDENS ? CODE_BLOCK / GROUP * (Used::HEAD + GROUP / Used::COLS * Used::BYTES) : 1];
     for (int64_t first = 0; first < stack.cols; first += block) {
         const int64_t count = std::min(block, stack.cols - first), units = count / Used::COLS;
         const char *weight = panel + offset<Form>(stack, first), *used = weight;
         const char* next = panel + offset<Form>(stack, first + count);
-        if constexpr (WIDENS) widen_groups(weight, count / 16, bytes), used = bytes;
+        if constexpr (WIDENS) widen_blocks<Form>(weight, count, bytes), used = bytes;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
             const CodeTile own = code_tile_of<Used, Dot>(size, UpToMost{});
             const int32_t* from = codes + (begin * stack.cols + first * size) / stack.group * per_group;
             for (int v = 0; v < VECS; v += wide(size))
                 own(stack, used, from, count, v, sums + begin * PANEL,
-                    once ? Prefetch{panel + ahead_of(size), Form::BYTES, 0, Form::HEAD}
+                    once ? Prefetch{panel + ahead_of(size), Form::BYTES, 0, HEAD_SHARE<Form>}
                          : share_of(next, next - weight, units, groups, group, v));
         }
     }
@@ -293,13 +319,13 @@ void code_pair(const Stack& stack, const char* panel, const float* x, const Grou
     std::fill(sums, sums + 2 * groups.tokens * PANEL, 0.0f);
     const auto* codes = reinterpret_cast<const int32_t*>(x);
     const int64_t apart = groups.apart ? groups.apart : stack.panel_bytes;
-    if constexpr (Form::BITS == 6 && W == 8) {  // no registers for both
+    if constexpr (Quads<Form>::IS_SPLIT && W == 8) {  // no registers for both
         for (int i = 0; i < 2; ++i, panel += apart, sums += PANEL)
             code_tile<Form, Dot, 1, 1>(stack, panel, codes, stack.cols, 0, sums,
-                                       {panel + AHEAD, Form::BYTES, 0, Form::HEAD});
+                                       {panel + AHEAD, Form::BYTES, 0, HEAD_SHARE<Form>});
         return;
     }
-    const Prefetch fetch{panel + AHEAD, Form::BYTES, apart, Form::HEAD};
+    const Prefetch fetch{panel + AHEAD, Form::BYTES, apart, HEAD_SHARE<Form>};
     if (groups.tokens == 1) code_tile<Form, Dot, 1, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
     if constexpr (PAIR_TOKENS > 1)
         if (groups.tokens == 2) code_tile<Form, Dot, 2, 2>(stack, panel, codes, stack.cols, 0, sums, fetch);
@@ -315,7 +341,7 @@ Stack panel_of_codes() {
 }
 
 struct Way {  // to sum
-    Products int8, int6, int4, uint4, mxfp4;
+    Products int8, int4, uint4, mxfp4, q3, q4, q5, q6, iq4;
     Product of_bf16, of_f16, of_fp8;  // in int16
     int words8, words4;  // of four codes of a token
 };
@@ -326,10 +352,14 @@ Products products() {
 template <class Dot8, class Dot4, class Dot16>
 Way way() {
     return {products<Codes<8>, Dot8>(),
-            products<Codes6, Dot8, Codes<8>>(),
             products<Codes<4>, Dot4>(),
             products<Unsigned4, Dot4>(),
             products<Mxfp4, Dot8>(),
+            products<BlocksQ3, Dot4>(),
+            products<BlocksQ4, Dot4>(),
+            products<BlocksQ5, Dot8, Bytes<BlocksQ5>>(),
+            products<BlocksQ6, Dot8, Bytes<BlocksQ6>>(),
+            products<BlocksIQ4, Dot8>(),
             short_panel<PairsBF16, Dot16>,
             short_panel<HalfF16, Dot16>,
             short_panel<void, Dot16>,
@@ -388,15 +418,20 @@ Products code_products(int64_t format) {
     const Way& own = choice().way();
     switch (format) {
         case I8: return own.int8;
-        case I6: return own.int6;
         case I4: return own.int4;
         case MXFP4: return own.mxfp4;
+        case Q3K: return own.q3;
+        case Q4K: return own.q4;
+        case Q5K: return own.q5;
+        case Q6K: return own.q6;
+        case IQ4XS: return own.iq4;
         default: return own.uint4;
     }
 }
 
 int64_t words_of_four(int64_t format) {
-    return format == I8 || format == I6 || format == MXFP4 ? choice().way().words8 : choice().way().words4;
+    const bool has_nibbles = format == I4 || format == U4 || format == Q3K || format == Q4K;
+    return has_nibbles ? choice().way().words4 : choice().way().words8;
 }
 
 Product short_product(int64_t format) {
