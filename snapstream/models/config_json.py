@@ -285,7 +285,7 @@ def _factors(values: Mapping[str, Any], name: str) -> tuple[float, ...]:
 
 def _yarn(values: Mapping[str, Any], theta: float, factor: float, original: int) -> RopeConfig:
     def optional(name: str) -> float | None:
-        return None if values.get(name) is None else number(values, name, above=0.0)
+        return None if values.get(name) in (None, 0) else number(values, name, above=0.0)
 
     return RopeConfig(
         kind="yarn",

@@ -997,6 +997,14 @@ def test_max_position_after_stretching(rope: dict[str, Any], max_position: int) 
     assert model_config_from_dict({**LLAMA, "rope_scaling": rope}).max_position == max_position
 
 
+@pytest.mark.parametrize("name", ["mscale", "mscale_all_dim", "beta_fast", "beta_slow"])
+def test_0_counts_as_absent_in_yarn(name: str) -> None:
+    rope = {"type": "yarn", "factor": 4.0, "mscale": 1.0}
+    less = {key: value for key, value in rope.items() if key != name}
+    zero = model_config_from_dict({**LLAMA, "rope_scaling": {**rope, name: 0}})
+    assert zero == model_config_from_dict({**LLAMA, "rope_scaling": less})
+
+
 def test_original_max_position_at_the_top_level_wins() -> None:
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     config = model_config_from_dict({**LLAMA, "rope_scaling": rope, "original_max_position_embeddings": 2048})
