@@ -52,9 +52,9 @@ from snapstream.models.quantization import (
     SCALES,
     SINGLE_FILE,
 )
-from snapstream.models.registry import FAMILIES, tensor_specs
+from snapstream.models.registry import FAMILIES, own_name, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
-from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, name_in_text_part
+from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
@@ -89,15 +89,6 @@ def read_manifest(folder: Path, config: ModelConfig | None = None) -> dict[str, 
     if num_skipped:
         logger.info("%d tensors of towers for images or sound are not loaded: text only", num_skipped)
     return manifest
-
-
-def own_name(name: str, config: ModelConfig) -> str:
-    """What this package calls a tensor of a checkpoint: of a text part as in one of it alone, and see
-    ``Family.aliases``.
-    """
-    for alias, own in FAMILIES.get(config.architecture).aliases.items():
-        name = name.replace(alias, own, 1)
-    return name_in_text_part(name) if config.is_text_part else name
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -355,9 +355,14 @@ INDEX_FILE = "model.safetensors.index.json"
 EMBED, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def stored_weights(folder: Path, settings: Mapping[str, Any]) -> StoredWeights:
-    """``settings``: the parsed config.json of ``folder``, which need not hold weights."""
-    found = {dtype for file in sorted(folder.glob("*.safetensors")) for dtype in _matrix_dtypes(file)}
+def stored_weights(folder: Path, settings: Mapping[str, Any], is_matrix: Callable[[str], bool]) -> StoredWeights:
+    """``settings``: the parsed config.json of ``folder``, which need not hold weights. ``is_matrix``: whether a tensor
+    is loaded, and in this dtype; routers, convolutions, towers and layers of multi-token prediction are not.
+    """
+    tensors = {own for file in sorted(folder.glob("*.safetensors")) for own in _dtypes(file)}
+    found = {dtype for _, dtype in tensors}
+    if len(found) > 1:
+        found = {dtype for name, dtype in tensors if is_matrix(name)}
     dtype = found.pop() if len(found) == 1 else "float32" if found else _declared(settings)  # fp32 holds all of them
     quantized, packing = stored_format(settings), stored_packing(settings)
     blocks = (settings.get("quantization_config") or {}).get("weight_block_size")
@@ -441,15 +446,13 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(own) if (folder / name).is_file()]
 
 
-def _matrix_dtypes(file: Path) -> Iterator[DType]:
-    """Of every tensor of two dimensions or more but scales."""
+def _dtypes(file: Path) -> Iterator[tuple[str, DType]]:
+    """Every tensor of floats of two dimensions or more."""
     for name, tensor in _read_header(file)[0].items():
-        if name.endswith((SCALES, FP8_SCALES, GPTQ_SCALES)):
-            continue
         if isinstance(tensor, dict) and isinstance(tensor.get("shape"), list) and len(tensor["shape"]) > 1:
             dtype = tensor.get("dtype")
             if isinstance(dtype, str) and dtype in _NAMES:
-                yield _NAMES[dtype]
+                yield name, _NAMES[dtype]
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:

@@ -54,7 +54,7 @@ from snapstream.models.config_json import (
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
-from snapstream.models.tensors import TensorSpecs, in_own_formats
+from snapstream.models.tensors import TensorSpecs, checkpoint_parts, in_own_formats, name_in_text_part
 from snapstream.types import MAX_END_TOKEN_IDS
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,23 @@ def _specs_in_own_formats(config: ModelConfig) -> TensorSpecs:
 def tensor_specs(config: ModelConfig) -> TensorSpecs:
     specs = _specs_in_own_formats(config) if config.stored.own else FAMILIES.get(config.architecture).tensors(config)
     return {**specs, **{name: replace(specs[name], is_float=True) for name in config.float_tensors}}
+
+
+def own_name(name: str, config: ModelConfig) -> str:
+    """What this package calls a tensor of a checkpoint: of a text part as in one of it alone, and see
+    ``Family.aliases``.
+    """
+    for alias, own in FAMILIES.get(config.architecture).aliases.items():
+        name = name.replace(alias, own, 1)
+    return name_in_text_part(name) if config.is_text_part else name
+
+
+@lru_cache(maxsize=4)
+def _matrix_names(config: ModelConfig) -> frozenset[str]:
+    """Tensors of a checkpoint, by ``own_name``, that are kept in its dtype."""
+    specs = tensor_specs(config)
+    kept = {name for name, spec in specs.items() if spec.is_matrix and not spec.is_dense}
+    return frozenset(part.name for part in checkpoint_parts(specs, config.num_layers) if part.target in kept)
 
 
 EXPERT_FIELDS = (
@@ -137,7 +154,7 @@ def read_model_config(path: str | Path) -> ModelConfig:
     if settings.get(CODE_FIELD):
         logger.warning("%s names code of the checkpoint, which is not run: the model is transformers' own", file)
     with _with_path(file):
-        config = replace(model_config_from_dict(settings), stored=stored_weights(file.parent, settings))
+        config = model_config_from_dict(settings)
         if config.tie_word_embeddings and has_own_head(file.parent):
             config = replace(config, tie_word_embeddings=False)
         if FAMILIES.get(config.architecture).may_fuse_experts and (shape := fused_experts(file.parent)) is not None:
@@ -146,6 +163,8 @@ def read_model_config(path: str | Path) -> ModelConfig:
             config = replace(config, has_fused_experts=True, has_transposed_experts=is_transposed)
         if config.moe and FAMILIES.get(config.architecture).may_lack_corrections and not has_corrections(file.parent):
             config = replace(config, moe=replace(config.moe, has_bias=False))
+        stored = stored_weights(file.parent, settings, lambda name: own_name(name, config) in _matrix_names(config))
+        config = replace(config, stored=stored)
     generation = file.parent / "generation_config.json"
     if not generation.is_file():
         return _checked_ends(config, file)

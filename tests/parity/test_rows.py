@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from benchmarks.stand_ins import checkpoint_of
 from evals.chat import Chat
@@ -211,6 +212,20 @@ def test_auto_keeps_16_bits_and_loses_nothing(dtype: torch.dtype, tmp_path: Path
     with LLM(folder, max_model_len=120, activations="dtype", progress=False) as llm:
         assert llm.config.weights == WeightFormats.of(str(dtype).removeprefix("torch."))
     assert answers(folder, "auto") == answers(folder, "float32")
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "kimi-linear", "step3.7"])
+def test_16_bits_are_kept_beside_what_stays_fp32(name: str, tmp_path: Path) -> None:
+    """Routers, decays of recurrent layers and towers, which published checkpoints often store so."""
+    model = make_model(name)
+    with torch.no_grad():
+        for key, own in model.named_parameters():
+            is_fp32 = key.endswith(("gate.weight", "A_log")) or "vision" in key
+            own.data = own.data if is_fp32 else own.data.to(torch.bfloat16)
+    folder = save(model, tmp_path)
+    assert read_model_config(folder).stored.dtype == "bfloat16"
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert "F32" in {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
 
 
 def test_a_layer_is_widened_once_per_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
