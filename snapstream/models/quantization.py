@@ -27,7 +27,7 @@ from snapstream.config.weights import (
     WeightFormat,
 )
 from snapstream.models.config_json import read_object
-from snapstream.models.tensors import name_in_text_part
+from snapstream.models.tensors import TOWER_PREFIXES, name_in_text_part
 
 METHOD, FORMAT = "compressed-tensors", "pack-quantized"
 FP8_METHOD, MXFP4_METHOD, GPTQ_METHOD, AWQ_METHOD = "fp8", "mxfp4", "gptq", "awq"
@@ -44,10 +44,11 @@ FP8_SCALES = "_scale_inv"  # the same of FP8; numbers are multiplied with it, in
 INPUT_SCALE = ".activation_scale"  # of inputs that are quantized for an FP8 product, which none is here
 GPTQ_SCALES = ".scales"  # of GPTQ and AWQ
 _HEADS = ("lm_head", "re:lm_head", "re:.*lm_head", "re:.*lm_head.*")  # as ``ignore`` names it
-# The same of routers. A pattern that matches more is found when tensors are compared.
+# The same of routers, and of towers for images or sound.
 ROUTER = re.compile(
     r"model\.layers\.\d+\.(mlp|block_sparse_moe)\.gate|re:\.\*\\?\.?((mlp|block_sparse_moe)\\?\.)?gate\$?"
 )
+_TOWER = re.compile(rf"(re:[.*^]*)?({'|'.join(map(re.escape, TOWER_PREFIXES))})")
 LAYERS, ATTENTION = "Linear", r"re:.*\.self_attn\.\w*_proj(_with_mqa)?$"  # targets; a name goes before a class
 NO_BLOCKS = "its blocks run across the rows of a matrix, and their scales are quantized too"  # bitsandbytes
 CONVERT = "convert the unquantized checkpoint with `snapstream quantize`"
@@ -106,12 +107,10 @@ def _kept(packing: Packing, settings: Mapping[str, Any]) -> WeightFormat | None:
     """
     if packing.layout == "fp8" or packing.has_order or (packing.bits == 8 and packing.has_zeros):
         return None
-    inner = settings.get("text_config") if isinstance(settings.get("text_config"), dict) else None
-    own = {**settings, **(inner or {})}
     names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
-    sizes = [own[name] for name in names if isinstance(own.get(name), int)]
-    if isinstance(own.get("head_dim"), int) and isinstance(own.get("num_attention_heads"), int):
-        sizes.append(own["head_dim"] * own["num_attention_heads"])
+    sizes = [settings[name] for name in names if isinstance(settings.get(name), int)]
+    if isinstance(settings.get("head_dim"), int) and isinstance(settings.get("num_attention_heads"), int):
+        sizes.append(settings["head_dim"] * settings["num_attention_heads"])
     for group in sorted(GROUPS, reverse=True):
         if packing.group % group == 0 and not any(size % group for size in sizes):
             return WeightFormat(dtype="int4" if packing.bits == 4 and not packing.has_zeros else "int8", group=group)
@@ -160,9 +159,8 @@ def refusals(settings: Mapping[str, Any]) -> list[str]:
     reasons = _unlike(quantization, wanted, "quantization_config")
     tied = settings.get("tie_word_embeddings") is True
     ignored = quantization.get("ignore")
-    names = ignored if isinstance(ignored, list) else []
-    others = [name for name in names if not (isinstance(name, str) and ROUTER.fullmatch(name))]
-    if (ignored is not None and ignored != names) or any(name not in _HEADS for name in others):
+    others = _other_floats(ignored)
+    if not isinstance(ignored, list | None) or any(name not in _HEADS for name in others):
         reasons.append(f"quantization_config.ignore is {ignored!r}; every matrix of the layers must be quantized")
     elif not others and not tied:
         reasons.append("quantization_config.ignore does not name lm_head; output embeddings must be floats")
@@ -193,10 +191,17 @@ def _awq_refusals(quantization: Mapping[str, Any]) -> list[str]:
     }  # fmt: skip
     kept = quantization.get("modules_to_not_convert") or []
     reasons = _unlike(quantization, wanted, "quantization_config")
-    names = kept if isinstance(kept, list) else []
-    if names != kept or any(name not in ("gate", *_HEADS) and not ROUTER.fullmatch(str(name)) for name in names):
+    if not isinstance(kept, list) or any(name not in ("gate", *_HEADS) for name in _other_floats(kept)):
         reasons.append(f"quantization_config.modules_to_not_convert is {kept!r}; every matrix must be quantized")
     return reasons + _group_size_refusals(quantization.get(size, quantization.get("q_group_size")))
+
+
+def _other_floats(kept: Any) -> list[str]:
+    """Modules that stay floats, named as in a checkpoint of text alone, but for routers, and towers, which are not
+    loaded. A pattern that matches more is found when tensors are compared.
+    """
+    names = [name_in_text_part(f"{name}.")[:-1] for name in kept] if isinstance(kept, list) else []
+    return [name for name in names if not (ROUTER.fullmatch(name) or _TOWER.match(f"{name}."))]
 
 
 def _group_size_refusals(size: Any, where: str = "quantization_config") -> list[str]:
@@ -359,6 +364,8 @@ def stored_weights(folder: Path, settings: Mapping[str, Any], is_matrix: Callabl
     """``settings``: the parsed config.json of ``folder``, which need not hold weights. ``is_matrix``: whether a tensor
     is loaded, and in this dtype; routers, convolutions, towers and layers of multi-token prediction are not.
     """
+    inner = settings.get("text_config")
+    settings = {**settings, **(inner if isinstance(inner, dict) else {})}
     tensors = {own for file in sorted(folder.glob("*.safetensors")) for own in _dtypes(file)}
     found = {dtype for _, dtype in tensors}
     if len(found) > 1:

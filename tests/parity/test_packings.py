@@ -192,6 +192,22 @@ def test_experts(tmp_path: Path) -> None:
     assert answers(own, executor="eager") == answers(wide, executor="eager", weights="float32")
 
 
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_the_text_part_of_a_checkpoint_with_a_tower(is_inside: bool, tmp_path: Path) -> None:
+    """As published: the tower stays floats; quantization_config stands beside or in text_config."""
+    own, wide = written("qwen3", says := awq(modules_to_not_convert=["visual"]), tmp_path)
+    plain = load_weights(wide, read_model_config(wide), torch.float32, "cpu", False)
+    text = json.loads((wide / "config.json").read_text())
+    around = {"architectures": ["Qwen3VLForConditionalGeneration"], "text_config": text}
+    (text if is_inside else around)["quantization_config"] = says
+    (own / "config.json").write_text(json.dumps(around))
+    config = read_model_config(own)
+    assert config.stored.quantized is not None
+    formats = weight_formats(config, EngineOptions(), device="cpu")
+    loaded = load_weights(own, config, torch.float32, "cpu", False, formats)
+    assert all(torch.equal(loaded.stored()[name], numbers) for name, numbers in plain.stored().items())
+
+
 @pytest.mark.parametrize("case", ["gptq", "gptq-order", "awq", "packed-zeros"])
 def test_a_rank_reads_its_shard(case: str, tmp_path: Path) -> None:
     """kv heads of 16 numbers cut through groups, which are floats then: the same numbers."""
