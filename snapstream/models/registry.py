@@ -165,13 +165,15 @@ def read_model_config(path: str | Path) -> ModelConfig:
             config = replace(config, moe=replace(config.moe, has_bias=False))
         stored = stored_weights(file.parent, settings, lambda name: own_name(name, config) in _matrix_names(config))
         config = replace(config, stored=stored)
-    generation = file.parent / "generation_config.json"
-    if not generation.is_file():
-        return _checked_ends(config, file)
-    stated = token_ids(settings, "eos_token_id")  # transformers' default counts only without a generation_config.json
-    with _with_path(generation):
-        extra = token_ids(read_object(generation), "eos_token_id")
-    return _checked_ends(replace(config, eos_token_ids=tuple(dict.fromkeys(stated + extra))), generation)
+    inner, generation = settings.get("text_config"), file.parent / "generation_config.json"
+    stated = [token for one in (settings, inner) if isinstance(one, dict) for token in token_ids(one, "eos_token_id")]
+    if generation.is_file():
+        file = generation
+        with _with_path(file):
+            stated += token_ids(read_object(file), "eos_token_id")
+    else:
+        stated += config.eos_token_ids  # transformers' default, if none is stated
+    return _checked_ends(replace(config, eos_token_ids=tuple(dict.fromkeys(stated))), file)
 
 
 def _checked_ends(config: ModelConfig, file: Path) -> ModelConfig:

@@ -1022,6 +1022,18 @@ def test_end_tokens_of_the_generation_config_join(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).eos_token_ids == (11,)  # as transformers generates, without Llama's own 2
 
 
+def test_end_tokens_of_a_text_part(tmp_path: Path) -> None:
+    """Those in text_config and those around it, with a generation_config.json that has none and without one."""
+    around = {"architectures": ["Qwen3VLForConditionalGeneration"], "eos_token_id": [7, 2]}
+    sizes = {name: value for name, value in LLAMA.items() if name not in ("architectures", "eos_token_id")}
+    for text, ends in (({}, (7, 2)), ({"eos_token_id": None}, (7, 2)), ({"eos_token_id": 3}, (7, 2, 3))):
+        (tmp_path / "config.json").write_text(json.dumps({**around, "text_config": {**sizes, **text}}))
+        assert read_model_config(tmp_path).eos_token_ids == ends
+        (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+        assert read_model_config(tmp_path).eos_token_ids == ends
+        (tmp_path / "generation_config.json").unlink()
+
+
 # The published config.json files; 120b differs in the number of layers and of experts.
 GPT_OSS_20B: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
