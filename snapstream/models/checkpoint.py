@@ -528,9 +528,12 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     needed: dict[str, Expected] = {}
     one = config.stored.has_one_scale
     for part in checkpoint_parts(specs, config.num_layers):
-        form = _stored_format(part.name, specs[part.target], config)
-        if config.stored.packing is not None and specs[part.target].is_quantized:
-            needed |= packing_tensors(part.name, part.shape, config.stored.packing)
+        spec = specs[part.target]
+        form, packing = _stored_format(part.name, spec, config), config.stored.packing if spec.is_quantized else None
+        if len(part.shape) > 2 and (packing or form) and not (form and form.is_mxfp4):
+            raise ValueError(f"{part.name} is several matrices in one tensor, which is not read if it is quantized")
+        if packing is not None:
+            needed |= packing_tensors(part.name, part.shape, packing)
             continue
         plain = {part.name: (part.shape, FLOAT_DTYPES)}
         needed |= plain if form is None else packed_tensors(part.name, part.shape, form, has_one_scale=one)

@@ -312,6 +312,26 @@ def test_other_forms_of_fp8_are_refused(both: tuple[Path, Path], changes: dict[s
         model_config_from_dict(settings | {"quantization_config": PUBLISHED | changes})
 
 
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_rows_that_leave_their_blocks_are_refused(name: str, tmp_path: Path) -> None:
+    settings = json.loads((save(make_model(name), tmp_path) / "config.json").read_text())
+    with pytest.raises(ValueError, match="is 'fp8', which is not supported where rows are reordered across its blocks"):
+        model_config_from_dict(settings | {"quantization_config": PUBLISHED})
+
+
+@pytest.mark.parametrize(
+    "form", [PUBLISHED, {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True, "desc_act": True}]
+)
+def test_experts_in_one_tensor_are_refused(form: dict[str, Any], tmp_path: Path) -> None:
+    folder = save(
+        make_model("llama4", hidden_size=64, intermediate_size=64, intermediate_size_mlp=64, head_dim=16), tmp_path
+    )
+    settings = json.loads((folder / "config.json").read_text()) | {"quantization_config": form}
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="gate_up_proj is several matrices in one tensor, which is not read if it is"):
+        LLM(folder, progress=False)
+
+
 def test_refused_widths_and_files(both: tuple[Path, Path], tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="weights is 'int8'; the checkpoint has fp8 in blocks of 128 by 128: use 'auto'"

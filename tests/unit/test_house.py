@@ -47,7 +47,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 201,
-    "Python lines of the package": 54066,
+    "Python lines of the package": 54080,
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
     "files under tests/": 227,
     "modules with one importer": 21,
