@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import KVBudget, PrefixStoreConfig
+from snapstream.exec.speculation import History, StepTimes
 from snapstream.kv.prefix_folder import MARKER, PrefixFolder, folder_secret
 from snapstream.kv.selectors.hops import Hops
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -355,6 +356,29 @@ def test_answers_that_stop_or_are_aborted_are_stored_with_what_was_shown(folder:
         samples = answer(llm, ids(30, seed=5), replace(SAY, n=3, temperature=1.0, seed=4, max_tokens=40)).samples
         found = [answer(llm, ids(30, seed=5) + sample.token_ids + ids(5), SAY).cached_tokens for sample in samples]
         assert found == [64, 64, 64]
+
+
+@pytest.mark.parametrize(("name", "budget"), [
+    ("qwen2-windows", "full"),
+    ("llama-gqa-tied", KVBudget(num_sink=0, num_topk=8, num_recent=28)),
+])  # fmt: skip
+def test_a_stop_among_accepted_drafts_leaves_a_row_that_may_have_evicted_tokens(
+    folders: Folders, name: str, budget: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens behind the stop were written too, and the next step went on from them before it was seen."""
+    prompt, params = ids(7, seed=2), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    given = {"budget": budget, "max_rows": 1, "progress": False}
+    with engine(folders[name], prefix_store=None, num_speculative_tokens=0, **given) as cold:
+        whole = answer(cold, prompt, params).token_ids
+        monkeypatch.setattr(StepTimes, "cost", lambda times, entries: 0.0)
+        monkeypatch.setattr(History, "draft", lambda own, most: [*prompt, *whole][own.num_tokens :][: max(most, 0)])
+        with engine(folders[name], num_speculative_tokens=4, **given) as warm:
+            for last in {whole.index(token) for token in whole[15:30]}:
+                said = answer(warm, prompt, replace(params, stop_token_ids=(whole[last],)))
+                assert said.token_ids == whole[: last + 1]
+                turn = [*prompt, *said.token_ids, *ids(3)]
+                same(answer(cold, turn), answer(warm, turn), exact=False)
+                warm.reset_prefix_store()
 
 
 def test_three_blocks_and_many_prompts(folder: Path) -> None:
