@@ -601,8 +601,7 @@ class PrefixLookup:
         """
         live, token_ids = sample.request, sample.output.token_ids
         num_tokens = live.num_tokens + len(token_ids) - 1  # that were fed; the last one may not have been
-        # Behind the end the row may have accepted drafts, and what a step wrote whose result was not read: one more
-        # token, and those that were drafted for it.
+        # Behind the end: drafts that were accepted, and the token and drafts of a step whose result was not read.
         num_written = num_tokens + 1 + 2 * self._num_drafted
         is_stored = live.stores_answer and not live.request.is_prefilled_remotely
         if not is_stored or not self._least <= num_tokens <= self._longest:

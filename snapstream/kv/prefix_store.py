@@ -22,6 +22,7 @@ import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import accumulate
 from math import prod
 from threading import Lock
@@ -218,7 +219,8 @@ class PrefixFiles:
                 self._read(block)
             except Exception as error:  # a damaged file may raise anything
                 log.warning("deleting an unusable block of the disk cache: %s", error)
-                self._forget_file(block.name)
+                with suppress(OSError):
+                    self._forget_file(block.name)
                 return count
         return len(wanted)
 
@@ -239,7 +241,8 @@ class PrefixFiles:
         if metadata.get("checksum") != _checksum(kv):
             raise ValueError("its checksum is wrong")
         stored.copy_(kv)
-        os.utime(path)
+        with suppress(OSError):  # of a disk that has become read-only
+            os.utime(path)
         with self._lock:
             if block.name in self._sizes:
                 self._sizes.move_to_end(block.name)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from errno import EROFS
 from pathlib import Path
 from typing import Any
 
@@ -358,25 +359,23 @@ def test_answers_that_stop_or_are_aborted_are_stored_with_what_was_shown(folder:
         assert found == [64, 64, 64]
 
 
-@pytest.mark.parametrize(("name", "budget"), [
-    ("qwen2-windows", "full"),
-    ("llama-gqa-tied", KVBudget(num_sink=0, num_topk=8, num_recent=28)),
-])  # fmt: skip
+SHORT = KVBudget(num_sink=0, num_topk=8, num_recent=28)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("qwen2-windows", "full"), ("llama-gqa-tied", SHORT)])
 def test_a_stop_among_accepted_drafts_leaves_a_row_that_may_have_evicted_tokens(
     folders: Folders, name: str, budget: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tokens behind the stop were written too, and the next step went on from them before it was seen."""
     prompt, params = ids(7, seed=2), SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    given = {"budget": budget, "max_rows": 1, "progress": False}
+    given = {"budget": budget, "max_rows": 1}
     with engine(folders[name], prefix_store=None, num_speculative_tokens=0, **given) as cold:
         whole = answer(cold, prompt, params).token_ids
         monkeypatch.setattr(StepTimes, "cost", lambda times, entries: 0.0)
         monkeypatch.setattr(History, "draft", lambda own, most: [*prompt, *whole][own.num_tokens :][: max(most, 0)])
         with engine(folders[name], num_speculative_tokens=4, **given) as warm:
             for last in {whole.index(token) for token in whole[15:30]}:
-                said = answer(warm, prompt, replace(params, stop_token_ids=(whole[last],)))
-                assert said.token_ids == whole[: last + 1]
-                turn = [*prompt, *said.token_ids, *ids(3)]
+                turn = prompt + answer(warm, prompt, replace(params, stop_token_ids=(whole[last],))).token_ids + ids(3)
                 same(answer(cold, turn), answer(warm, turn), exact=False)
                 warm.reset_prefix_store()
 
@@ -683,6 +682,19 @@ def test_any_fault_is_a_miss(
     assert "deleting an unusable block of the disk cache" in caplog.text
     with disk(model, tmp_path / "store") as llm:
         assert answer(llm, DOCUMENT).cached_tokens == 72, "what was wrong is written anew"
+
+
+def test_a_disk_that_becomes_read_only(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*args: object, **options: object) -> None:
+        raise OSError(EROFS, os.strerror(EROFS))
+
+    with disk(model, tmp_path / "store") as llm:
+        answer(llm, DOCUMENT)
+    with disk(model, tmp_path / "store") as llm, monkeypatch.context() as patch:
+        damaged(blocks(tmp_path / "store")[3])
+        for owner, name in ((os, "open"), (os, "utime"), (Path, "unlink")):
+            patch.setattr(owner, name, refused)
+        assert [answer(llm, DOCUMENT).cached_tokens for _ in range(2)] == [24, 72]
 
 
 def test_other_models_and_namespaces_find_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
