@@ -33,7 +33,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from snapstream.kv.prefix_folder import PrefixFolder
+from snapstream.kv.prefix_folder import MARKER, PrefixFolder
 from snapstream.kv.spec import Full, KVSpec, Latent
 from snapstream.step import StoredBlock
 from snapstream.types import NAMESPACE_BORDER
@@ -262,6 +262,7 @@ class PrefixFiles:
         partial = path.with_suffix(PARTIAL)
         try:
             self._make_room(len(data))
+            os.stat(self._folder.path / MARKER)  # a folder that was removed is not made again
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                 file.write(data)

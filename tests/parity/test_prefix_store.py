@@ -6,12 +6,14 @@ import json
 import logging
 import os
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from errno import EROFS
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -684,17 +686,18 @@ def test_any_fault_is_a_miss(
         assert answer(llm, DOCUMENT).cached_tokens == 72, "what was wrong is written anew"
 
 
-def test_a_disk_that_becomes_read_only(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*args: object, **options: object) -> None:
-        raise OSError(EROFS, os.strerror(EROFS))
-
+def test_a_disk_that_fails_while_it_is_used(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with disk(model, tmp_path / "store") as llm:
         answer(llm, DOCUMENT)
     with disk(model, tmp_path / "store") as llm, monkeypatch.context() as patch:
         damaged(blocks(tmp_path / "store")[3])
         for owner, name in ((os, "open"), (os, "utime"), (Path, "unlink")):
-            patch.setattr(owner, name, refused)
+            patch.setattr(owner, name, Mock(side_effect=OSError(EROFS, os.strerror(EROFS))))
         assert [answer(llm, DOCUMENT).cached_tokens for _ in range(2)] == [24, 72]
+    with disk(model, tmp_path / "store") as llm:
+        shutil.rmtree(tmp_path / "store")
+        assert answer(llm, DOCUMENT).cached_tokens == 0
+    assert not (tmp_path / "store").exists(), "the next start would refuse what is not private"
 
 
 def test_other_models_and_namespaces_find_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,9 +746,7 @@ def test_a_crash_leaves_no_half_block(model: Path, tmp_path: Path) -> None:
 
 
 def start(model: Path, folder: Path, **settings: Any) -> None:
-    given = {"budget": BUDGET, "selector": SELECTOR, "max_model_len": LONGEST, "prefix_store": "1MiB"}
-    store = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8)
-    with LLM(model, **(given | {"prefix_store": store, "prefix_dir": str(folder), "progress": False} | settings)):
+    with disk(model, folder, **settings):
         pass
 
 
