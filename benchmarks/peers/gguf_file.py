@@ -26,9 +26,9 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     """Random weights of a Llama, Qwen3, Qwen3-MoE or LFM2 with tied embeddings, or a gpt-oss: ``settings`` as in
     config.json.
 
-    Blocks are drawn as bytes, so that billions of weights take seconds. Of q4_0 and q4_k_m the embedding, which is the
-    output too, is q6_k as in llama.cpp's own files, and of q4_k_m some values and down projections, of experts too.
-    Experts of gpt-oss are mxfp4 in any.
+    Blocks are drawn as bytes, so that billions of weights take seconds. Types are mixed as in llama.cpp's own files: of
+    all but q8_0 and f16 the embedding, which is the output too, is q6_k; for the rest see ``_type_of``. Experts of
+    gpt-oss are mxfp4 in any.
     """
     import gguf
     import numpy
@@ -49,8 +49,11 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
             return writer.add_tensor(name, numbers.astype(numpy.float16), raw_dtype=own)
         length, num_bytes = gguf.GGML_QUANT_SIZES[own]
         blocks = random.integers(0, 256, (*shape, cols // length, num_bytes), dtype=numpy.uint8)
-        factors = {"q4_0": [4e-3], "q8_0": [3e-4], "q6_k": [1e-5], "q4_k": [1e-4, 7.5e-4], "mxfp4": []}[kind]
-        scale = slice(-2, None) if kind == "q6_k" else slice(0, 2 * len(factors))
+        factors = {
+            "q4_0": [4e-3], "q8_0": [3e-4], "q3_k": [3e-4], "q4_k": [1e-4, 7.5e-4], "q5_k": [4e-5, 7.5e-4],
+            "q6_k": [1e-5], "iq4_xs": [1e-5], "mxfp4": [],
+        }[kind]  # fmt: skip
+        scale = slice(-2, None) if kind in ("q3_k", "q6_k") else slice(0, 2 * len(factors))
         blocks[..., scale] = numpy.array(factors, numpy.float16).view("u1")
         if kind == "mxfp4":
             blocks[..., 0] = 120  # 2^-7
@@ -59,7 +62,7 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     def add_norm(name: str, *shape: int) -> None:
         writer.add_tensor(name, numpy.ones(shape, numpy.float32), raw_dtype=types.F32)
 
-    add("token_embd.weight", settings["vocab_size"], hidden, "q6_k" if kind in ("q4_0", "q4_k_m") else kind)
+    add("token_embd.weight", settings["vocab_size"], hidden, kind if kind in ("q8_0", "f16") else "q6_k")
     add_norm("token_embd_norm.weight" if arch == "lfm2" else "output_norm.weight", hidden)
     if is_gpt_oss:
         add("output.weight", settings["vocab_size"], hidden)
@@ -71,11 +74,7 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     for layer in layers:
         start = f"blk.{layer}."
         for name, rows, cols in (*(convolution if kinds[layer] == "conv" else attention), *mlp):
-            own = kind
-            if kind == "q4_k_m":
-                has_more = name in ("attn_v", "ffn_down", "ffn_down_exps") and has_more_bits(layer, len(layers))
-                own = "q6_k" if has_more else "q4_k"
-            own = "mxfp4" if name.endswith("_exps") and is_gpt_oss else own
+            own = "mxfp4" if name.endswith("_exps") and is_gpt_oss else _type_of(kind, name, layer, len(layers))
             add(f"{start}{name}.weight", rows, cols, own)
         if num_experts:
             router = random.standard_normal((num_experts, hidden), dtype=numpy.float32)
@@ -95,10 +94,18 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
     gguf_files.end(writer)
 
 
-def has_more_bits(layer: int, num_layers: int) -> bool:
-    """Whether llama.cpp's Q4_K_M has Q6_K in a layer: the first and the last eighth, and every third between."""
-    eighth = num_layers // 8
-    return layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+def _type_of(kind: str, name: str, layer: int, num_layers: int) -> str:
+    """The type of a matrix in llama.cpp's own files of a kind: values and down projections of some layers have more
+    bits, in q4_k_m and q5_k_m the first and the last eighth and every third between.
+    """
+    eighth, is_value, is_down = num_layers // 8, name == "attn_v", name.startswith("ffn_down")
+    if kind in ("q4_k_m", "q5_k_m"):
+        has_more = layer < eighth or layer >= 7 * num_layers // 8 or (layer - eighth) % 3 == 2
+        return "q6_k" if (is_value or is_down) and has_more else kind.removesuffix("_m")
+    if kind == "q3_k_m":
+        has_more = (is_value and layer < 2) or (is_down and layer < num_layers // 16)
+        return "q5_k" if has_more else "q4_k" if is_value or is_down or name == "attn_output" else "q3_k"
+    return "q5_k" if kind == "iq4_xs" and is_down and layer < eighth else kind
 
 
 def _words(vocab_size: int) -> dict[str, Any]:
