@@ -184,10 +184,8 @@ struct Blocks : Own {
 
   private:
     static INLINE vec times(const char* factors, int at, int v) {  // at: from the factors on
-        typedef int8_t bytes __attribute__((vector_size(W)));
-        bytes own;
-        std::memcpy(&own, factors + at + v * W, W);
-        return load_half(reinterpret_cast<const uint16_t*>(factors) + v * W) * __builtin_convertvector(own, vec);
+        const vec own = __builtin_convertvector(load_bytes(factors + at + v * W), vec);
+        return load_half(reinterpret_cast<const uint16_t*>(factors) + v * W) * own;
     }
 };
 using BlocksQ3 = Blocks<SignedNibbles, 16, false>;
@@ -241,10 +239,7 @@ struct Mxfp4 {
     static constexpr bool IS_QUICK = false, HAS_MINIMUM = false;
     static INLINE vec scale(const char* head, int v) { return power(head, v) * (LOOKS_UP ? 1.0f : 0.5f); }
     static INLINE vec power(const char* head, int v) {  // of two
-        typedef uint8_t bytes __attribute__((vector_size(W)));
-        bytes own;
-        std::memcpy(&own, head + v * W, W);
-        const bits exponent = __builtin_convertvector(own, bits);
+        const bits exponent = (bits)load_bytes(head + v * W) & 255u;
         const bits least = exponent == all_bits(0) ? all_bits(0x400000u) : all_bits(0);  // 2^-127 is subnormal
         return as_floats(exponent << 23 | least);
     }

@@ -81,69 +81,69 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     sums += v * W, weight += v * W * 4;  // of the first vector: further ones lie at distances that are constants
     const int64_t group = GROUP ? GROUP : stack.group;
     const auto begin = [](int32_t sum) { return (ints)all_bits(Form::HAS_MINIMUM ? 0 : sum); };
-    const char* head = weight;
-    int sub = 0;  // of the head
-    for (int64_t left = cols; left > 0; left -= group) {
-        if (sub == 0) head = weight - v * W * 4, weight += Form::HEAD;
-        const int32_t* codes = x + 2 * T;
-        ints acc[T][VECTORS];
-        for (int64_t first = 0; first < group; first += RUN) {
-            Own own[T][VECTORS];
-            UNROLL for (int t = 0; t < T; ++t)
-                UNROLL for (int i = 0; i < VECTORS; ++i) {
-                    if constexpr (Dot::NARROW) own[t][i] = Own{};
-                    else own[t][i] = first ? acc[t][i] : begin(x[T + t]);
-                }
-            for (int done = 0; done < UNITS; done += AT_ONCE) UNROLL for (int unit = 0; unit < AT_ONCE; ++unit) {
-                UNROLL for (int part = 0; part < Quads<Form>::COUNT; ++part) {
-                    bits quads[VECTORS];
-                    if constexpr (KEEPS)
-                        UNROLL for (int i = 0; i < VECTORS; ++i)
-                            quads[i] = Quads<Form>::of(Form::stored(lies(weight, i), i % WIDE), part);
-                    UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
-                        bits four[VECTORS];
-                        const char* from = weight;  // hidden: weights are loaded again, as no registers could keep them
-                        if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
-                        UNROLL for (int i = 0; i < VECTORS; ++i) {
-                            if constexpr (!KEEPS) {
-                                const auto stored = Form::stored(lies(from, i), i % WIDE);
-                                four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
-                            } else {
-                                four[i] = Dot::pass(quads[i], pass);
-                            }
-                        }
-                        Dot::template add<T, VECTORS>(own, four, codes);
+    for (int64_t left = cols; left > 0;) {
+        const char* head = weight - v * W * 4;
+        weight += Form::HEAD;
+        for (int sub = 0; sub < SUBS<Form>; ++sub, left -= group) {
+            const int32_t* codes = x + 2 * T;
+            ints acc[T][VECTORS];
+            for (int64_t first = 0; first < group; first += RUN) {
+                Own own[T][VECTORS];
+                UNROLL for (int t = 0; t < T; ++t)
+                    UNROLL for (int i = 0; i < VECTORS; ++i) {
+                        if constexpr (Dot::NARROW) own[t][i] = Own{};
+                        else own[t][i] = first ? acc[t][i] : begin(x[T + t]);
                     }
+                for (int done = 0; done < UNITS; done += AT_ONCE) UNROLL for (int unit = 0; unit < AT_ONCE; ++unit) {
+                    UNROLL for (int part = 0; part < Quads<Form>::COUNT; ++part) {
+                        bits quads[VECTORS];
+                        if constexpr (KEEPS)
+                            UNROLL for (int i = 0; i < VECTORS; ++i)
+                                quads[i] = Quads<Form>::of(Form::stored(lies(weight, i), i % WIDE), part);
+                        UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
+                            bits four[VECTORS];
+                            const char* from = weight;  // hidden: loaded again, as no registers could keep them
+                            if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
+                            UNROLL for (int i = 0; i < VECTORS; ++i) {
+                                if constexpr (!KEEPS) {
+                                    const auto stored = Form::stored(lies(from, i), i % WIDE);
+                                    four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
+                                } else {
+                                    four[i] = Dot::pass(quads[i], pass);
+                                }
+                            }
+                            Dot::template add<T, VECTORS>(own, four, codes);
+                        }
+                    }
+                    fetch.template ask<P, lines_of<Form>(T), T>(fetch.step);
+                    weight += Form::BYTES;
                 }
-                fetch.template ask<P, lines_of<Form>(T), T>(fetch.step);
-                weight += Form::BYTES;
+                UNROLL for (int t = 0; t < T; ++t)
+                    UNROLL for (int i = 0; i < VECTORS; ++i) {
+                        if constexpr (Dot::NARROW)
+                            acc[t][i] = (first ? acc[t][i] : begin(x[T + t])) + Dot::widen(own[t][i]);
+                        else acc[t][i] = own[t][i];
+                    }
             }
+            fetch.template ask<P, SUBS<Form> == 1 ? 1 : HEAD_LINES<Form>, T>(fetch.head);
+            vec scales[VECTORS], minimums[VECTORS];
+            UNROLL for (int i = 0; i < VECTORS; ++i) {
+                scales[i] = Quads<Form>::scale(lies(head, i), v + i % WIDE, sub);
+                if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::minimum(lies(head, i), v + i % WIDE, sub);
+            }
+            const auto* numbers = reinterpret_cast<const float*>(x);
+            float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
+            asm volatile("" : "+r"(lines));
+            const auto sum = [&](int t, int i) { return lines + (i / WIDE * T + t) * PANEL + i % WIDE * W; };
             UNROLL for (int t = 0; t < T; ++t)
                 UNROLL for (int i = 0; i < VECTORS; ++i) {
-                    if constexpr (Dot::NARROW)
-                        acc[t][i] = (first ? acc[t][i] : begin(x[T + t])) + Dot::widen(own[t][i]);
-                    else acc[t][i] = own[t][i];
+                    const vec factor = scales[i] * all(numbers[t]);
+                    vec made = load(sum(t, i)) + __builtin_convertvector(acc[t][i], vec) * factor;
+                    if constexpr (Form::HAS_MINIMUM) made += minimums[i] * all(numbers[T + t]);
+                    store(sum(t, i), made);
                 }
+            x = codes;
         }
-        fetch.template ask<P, SUBS<Form> == 1 ? 1 : HEAD_LINES<Form>, T>(fetch.head);
-        vec scales[VECTORS], minimums[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; ++i) {
-            scales[i] = Quads<Form>::scale(lies(head, i), v + i % WIDE, sub);
-            if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::minimum(lies(head, i), v + i % WIDE, sub);
-        }
-        if constexpr (SUBS<Form> > 1) sub = (sub + 1) % SUBS<Form>;
-        const auto* numbers = reinterpret_cast<const float*>(x);
-        float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
-        asm volatile("" : "+r"(lines));
-        const auto sum = [&](int t, int i) { return lines + (i / WIDE * T + t) * PANEL + i % WIDE * W; };
-        UNROLL for (int t = 0; t < T; ++t)
-            UNROLL for (int i = 0; i < VECTORS; ++i) {
-                const vec factor = scales[i] * all(numbers[t]);
-                vec made = load(sum(t, i)) + __builtin_convertvector(acc[t][i], vec) * factor;
-                if constexpr (Form::HAS_MINIMUM) made += minimums[i] * all(numbers[T + t]);
-                store(sum(t, i), made);
-            }
-        x = codes;
     }
 }
 
@@ -355,11 +355,11 @@ Way way() {
             products<Codes<4>, Dot4>(),
             products<Unsigned4, Dot4>(),
             products<Mxfp4, Dot8>(),
-            products<BlocksQ3, Dot4>(),
-            products<BlocksQ4, Dot4>(),
+            products<BlocksQ3, Dot4, Bytes<BlocksQ3>>(),
+            products<BlocksQ4, Dot4, Bytes<BlocksQ4>>(),
             products<BlocksQ5, Dot8, Bytes<BlocksQ5>>(),
             products<BlocksQ6, Dot8, Bytes<BlocksQ6>>(),
-            products<BlocksIQ4, Dot8>(),
+            products<BlocksIQ4, Dot8, Bytes<BlocksIQ4>>(),
             short_panel<PairsBF16, Dot16>,
             short_panel<HalfF16, Dot16>,
             short_panel<void, Dot16>,

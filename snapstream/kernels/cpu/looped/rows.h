@@ -129,20 +129,6 @@ INLINE vec load_int4(const char* from, std::integer_sequence<int, lane...>) {
     const bits all_eight = {eight[lane / 8]...}, up = {static_cast<uint32_t>(28 - lane % 8 * 4)...};
     return __builtin_convertvector((ints)(all_eight << up) >> 28, vec);
 }
-inline vec load_int8(const int8_t* from) {
-    // Of a conversion to numbers of four times the size GCC 12 makes one for each lane, so bytes are widened by hand.
-#if ISA == 512
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif ISA == 256
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-#else
-    typedef int8_t bytes __attribute__((vector_size(W)));
-    typedef int16_t shorts __attribute__((vector_size(W * 2)));
-    bytes own;
-    std::memcpy(&own, from, sizeof own);
-    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(own, shorts), ints), vec);
-#endif
-}
 // put(i, the code of number i); returns the scale: the largest magnitude over `levels`.
 template <class Put>
 inline float narrow_to_codes(const float* from, int64_t count, float levels, Put put) {
@@ -209,7 +195,7 @@ struct RowFP8 : RowOf<8> {
 struct RowI8 : RowOf<8> {
     static constexpr bool has_slot_scales = true;
     static INLINE vec at(const char* token, int64_t e) {
-        return load_int8(reinterpret_cast<const int8_t*>(token) + e);
+        return __builtin_convertvector(load_bytes(token + e), vec);
     }
     static float put(const float* token, int64_t n, float, char* to) {
         return narrow_to_codes(token, n, 127.0f, [&](int64_t i, int code) { to[i] = static_cast<char>(code); });

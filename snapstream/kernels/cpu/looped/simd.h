@@ -85,6 +85,19 @@ INLINE vec load_half(const uint16_t* from) {
 }
 
 // Numbers from -128 to 127 as bytes. (GCC 12 converts lane by lane.)
+INLINE ints load_bytes(const char* from) {
+#if ISA == 512
+    return (ints)_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#elif ISA == 256
+    return (ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+#else
+    typedef int8_t bytes __attribute__((vector_size(W)));
+    typedef int16_t shorts __attribute__((vector_size(W * 2)));
+    bytes own;
+    std::memcpy(&own, from, sizeof own);
+    return __builtin_convertvector(__builtin_convertvector(own, shorts), ints);
+#endif
+}
 INLINE void store_bytes(void* to, ints v) {
 #if ISA == 512
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v));
