@@ -430,7 +430,7 @@ def automatic_heads(
         profile, how = _calibrated(folder, options, prompt_len, progress, on_stage)
     if profile is None:
         return equal, how
-    return replace(options, heads=profile), f"heads: their own budgets, by {profile.made_by}{how} (--heads none: equal)"
+    return replace(options, heads=profile), f"heads: per-head budgets from {profile.made_by}{how} (--heads none: equal)"
 
 
 def _why_equal(model: ModelConfig, options: EngineOptions, config: EngineConfig) -> str | None:

@@ -590,7 +590,7 @@ def test_a_draft_model_changes_no_answer(
 @pytest.mark.usefixtures("no_lookup")
 @pytest.mark.parametrize("executor", ["eager only", "graph"])
 def test_a_draft_model_beside_all_that_rows_have(executor: str, tmp_path: Path) -> None:
-    """Formats of rows, heads with their own budgets, rows with a grammar, and stop strings."""
+    """Formats of rows, per-head budgets, rows with a grammar, and stop strings."""
     folder, random = save(make_model("qwen3", head_dim=32), tmp_path / "target"), Random(executor)
     other = save(make_model("qwen3", head_dim=32), tmp_path / "draft")
     prompts = [repeating(random, random.choice([4, 33, 100])) for _ in range(9)]

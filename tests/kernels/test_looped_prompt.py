@@ -326,7 +326,7 @@ def test_the_faster_one_attends(monkeypatch: pytest.MonkeyPatch) -> None:
     times["cpu_fp32"] = 0.5
     chosen = choose("auto", CASE)
     assert (chosen.name, chosen.packed_name) == ("cpu_fp32", "cpu_fp32")
-    assert "faster one of a trial at this start: cpu 1000.00 ms, cpu_fp32 500.00 ms" in chosen.describe()
+    assert "timed at this start: cpu 1000.00 ms, cpu_fp32 500.00 ms" in chosen.describe()
     assert choose("auto", Case(torch.device("cpu"), torch.bfloat16, 16, 2)).name == "cpu"
     with pytest.raises(ValueError, match="'cpu_fp32' cannot be used: computes in float32, not bfloat16"):
         choose("cpu_fp32", Case(torch.device("cpu"), torch.bfloat16, 16, 2))

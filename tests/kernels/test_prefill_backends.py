@@ -67,7 +67,7 @@ def test_a_cpu_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = choose("auto", CPU)
     assert (chosen.name, chosen.packed_name) == ("cpu", "loop")
     assert chosen.describe() == (
-        "prefill attention: cpu (kept by the result of a trial at this start: cpu 1000.00 ms, cpu_fp32 1000.00 ms); "
+        "prefill attention: cpu (timed at this start: cpu 1000.00 ms, cpu_fp32 1000.00 ms); "
         "short prompts that share a chunk: a call per prompt"
     )
     assert choose("reference", CPU).attend is reference.prefill_attention
@@ -131,7 +131,7 @@ def test_the_first_of_the_order_that_serves(gpu: dict[str, Version]) -> None:
     gpu["c"] = Version("c", reference.prefill_attention, lambda case: "", packed_by_reference)
     chosen = choose("auto", HOPPER)
     assert (chosen.name, chosen.packed_name) == ("b", "c")
-    assert "by a trial at this start: b 1000.00 ms, c 1000.00 ms; a needs more)" in chosen.describe()
+    assert "timed at this start: b 1000.00 ms, c 1000.00 ms; a needs more)" in chosen.describe()
     assert chosen.describe().endswith("short prompts that share a chunk: one call (c)")
 
 

@@ -115,7 +115,8 @@ def _attend_of(version: Version, case: Case) -> Callable[[Tensor, Tensor, Tensor
 
 def describe(times: dict[str, float]) -> str:
     """Of those that ran."""
-    return ", ".join(f"{name} {time * 1e3:.2f} ms" for name, time in times.items() if time < float("inf"))
+    ran = (f"{name} {time * 1e3:.2f} ms" for name, time in times.items() if time < float("inf"))
+    return f"timed at this start: {', '.join(ran)}"
 
 
 def _time_of(version: Version, case: Case, timer: Timer) -> float:
@@ -172,10 +173,8 @@ def _on_a_cpu(case: Case) -> PrefillAttention:
     if problem := ours.why_not(case):
         return _made(theirs, None, f"{ours.name} cannot serve: {problem}")
     times = race([theirs, ours], case, seconds_on_a_cpu, known())
-    source = f"of a trial at this start: {describe(times)}"
-    if winner(times) == ours.name:
-        return _made(ours, ours, f"faster one {source}")
-    return _made(theirs, None, f"kept by the result {source}")
+    why = describe(times)
+    return _made(ours, ours, why) if winner(times) == ours.name else _made(theirs, None, why)
 
 
 def _fastest(case: Case) -> tuple[Version, str]:
@@ -189,7 +188,7 @@ def _fastest(case: Case) -> tuple[Version, str]:
     first, why = serving[0], "the one that can serve"
     if len(timed) > 1:
         times = race(timed, case, seconds, known())
-        first, why = VERSIONS[winner(times)], f"by a trial at this start: {describe(times)}"
+        first, why = VERSIONS[winner(times)], describe(times)
     skipped = [f"{name} {problems[name]}" for name in ORDER[: ORDER.index(first.name)] if problems[name]]
     return first, "; ".join([why, *skipped[:_SHOWN]])
 

@@ -72,7 +72,7 @@ def test_a_row_that_keeps_every_token_is_not_mentioned_unasked() -> None:
 def test_an_llm_takes_the_profile_and_says_so(fields: dict[str, Any]) -> None:
     with LLM(TINY_MODEL, executor="eager", progress=False, **SMALL, **fields) as llm:
         assert llm.config.heads is not None and llm.config.heads.row_slots == 8 * 128
-        assert llm.notes[0].startswith("heads: their own budgets, by 20 generated documents")
+        assert llm.notes[0].startswith("heads: per-head budgets from 20 generated documents")
         assert llm.generate([list(range(10, 300))], SamplingParams(max_tokens=2, temperature=0.0))
 
 
