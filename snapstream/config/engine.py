@@ -524,10 +524,10 @@ class EngineOptions(Settings):
 
     @property
     def has_automatic_heads(self) -> bool:
-        """Whether kv heads get their own budgets where a profile is known or soon measured.
+        """Whether kv heads get per-head budgets where a profile is known or soon measured.
 
-        So it is on a CPU unless heads or a selector are named: a named selector fills rows as its paper has it. On a
-        GPU, where per-head budgets have not run yet (docs/research/gpu.md), only if asked for.
+        That is the default on a CPU unless heads or a selector are named: a named selector fills rows as its paper has
+        it. On a GPU, where their speed was not measured (docs/research/gpu.md), only if asked for.
         """
         is_default = self.heads is None and self.selector is None and self.device == "cpu"
         return is_default or self.heads == "auto"
