@@ -85,11 +85,11 @@ class AsyncLLM:
         priority: int = 0,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the same ``RequestOutput`` each time it has grown; a slow reader finds that it has grown by more.
+        """Yield the same ``RequestOutput`` each time it has grown; a slow reader gets more new text at once.
 
         Nothing happens before it is iterated. Leaving it - closed, cancelled, or broken out of - aborts the request.
-        Queued requests of a lower ``priority`` come sooner. ValueError for wrong input; QueueFull where ``max_waiting``
-        requests are queued already.
+        Queued requests with a lower ``priority`` run first. ValueError for wrong input; QueueFull if ``max_waiting``
+        requests are already queued.
         """
         requests = await self._prepare(lambda: self._llm.requests(prompt, params, **options))
         async with aclosing(self._run(replace(only(requests), priority=priority))) as outputs:
@@ -104,7 +104,7 @@ class AsyncLLM:
         priority: int = 0,
         **options: Unpack[RequestOptions],
     ) -> list[RequestOutput]:
-        """Answer every prompt, in their order. Where the queue is full, it waits for a place."""
+        """Answer every prompt, in their order. If the queue is full, wait for a place."""
         return await self._answer(await self._prepare(lambda: self._llm.requests(prompts, params, **options)), priority)
 
     async def chat(

@@ -61,11 +61,10 @@ class RequestOptions(TypedDict, total=False):
 class LLM:
     """A model behind fixed-size rows.
 
-    ``model``: a Hugging Face checkpoint folder, or the id of a model on its hub (``models/hub.py``).
-    ``options``: settings of the engine; ``fields``: single settings by
-    their names in ``EngineOptions``, which override those of ``options``. ``notes`` report what was chosen
-    automatically. ``draft``: a small model (a folder, or a ``PromptCompressor``) that shortens prompts on request.
-    ``draft_memory``: of a draft that another process has loaded on this device; kept free.
+    ``model``: a Hugging Face checkpoint folder, a GGUF file, or a hub id (``models/hub.py``). ``options``: settings of
+    the engine; ``fields``: single settings by their names in ``EngineOptions``, which override those of ``options``.
+    ``notes`` report what was chosen automatically. ``draft``: a small model (a folder, or a ``PromptCompressor``) that
+    shortens prompts on request. ``draft_memory``: what a draft in another process takes of this device; kept free.
     ``stall_timeout``: seconds that a step of several ranks may take before the call raises RankLost; 0: no limit.
     ``make_runner`` loads the weights and runs them, for callers with their own kernels, weights or decode step.
 
@@ -133,7 +132,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """For callers that step or read it themselves while none of this object's requests is open.
+        """The engine, to step or read it by hand while this object has no open requests.
 
         RuntimeError once it is closed or a step has failed.
         """
@@ -174,7 +173,7 @@ class LLM:
         """Yield the same ``RequestOutput`` each time it has grown. Closing the iterator aborts the request.
 
         Wrong input is refused here; the request starts with the first ``next`` and then runs on, however slowly it is
-        read. QueueFull where ``max_waiting`` requests are queued already.
+        read. QueueFull if ``max_waiting`` requests are already queued.
         """
         return self.engine_thread.stream(only(self.requests(prompt, params, **options)))
 

@@ -158,7 +158,7 @@ class Question:
         return ", ".join(self.answers)
 
     def score(self, text: str) -> float:
-        """Share of the answers contained in the text, upper and lower case alike (RULER's rule)."""
+        """Share of the answers contained in the text, ignoring case (RULER's rule)."""
         lower = text.lower()
         return sum(answer.lower() in lower for answer in self.answers) / len(self.answers)
 

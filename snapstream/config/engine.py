@@ -117,7 +117,7 @@ class PrefixStoreConfig:
         return self.num_bytes // block_bytes
 
     def num_snapshots(self, num_blocks: int) -> int:
-        """Snapshots of recurrent states beside so many blocks: two for each ``snapshot_len`` tokens, because the end of
+        """Snapshots of recurrent states for so many blocks: two for each ``snapshot_len`` tokens, because the end of
         each prompt has one too.
         """
         return max(2 * num_blocks * self.block_len // self.snapshot_len, 1)

@@ -60,7 +60,7 @@ class MoEConfig:
     has_logit_bias: bool = False  # the router's logits have a bias
     has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
-    # Experts are beside the MLP of every layer, not in its place, and the router reads a norm of its own (Gemma 4).
+    # Experts run next to every layer's MLP, not in its place, and the router has its own norm (Gemma 4).
     is_beside_mlp: bool = False
     held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
@@ -210,7 +210,7 @@ class Multipliers:
 
     embedding: float = 1.0  # hidden states that enter the first layer
     residual: float = 1.0  # outputs of attention and of the MLP, before they are added
-    attention: float = 1.0  # products of queries and keys, beside the usual 1 / sqrt(E)
+    attention: float = 1.0  # products of queries and keys, on top of the usual 1 / sqrt(E)
     logits: float = 1.0
     # Of Falcon-H1: outputs of attention, of the parallel recurrence and of the MLP; gates before their activation.
     attention_out: float = 1.0
@@ -333,7 +333,7 @@ class DeltaNet:
 
     @property
     def projected(self) -> int:
-        """Elements that a token is projected to: beside the channels gates, or what decays and gates are made of."""
+        """Elements that a token is projected to: channels, and gates or the inputs of decays and gates."""
         return self.channels + (2 * self.gate_rank or self.value_size)
 
     @property
@@ -449,7 +449,7 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     rotated_layers: tuple[bool, ...] | None = None  # by layer, whether rope turns its heads; None: all
     windows: tuple[int | None, ...] | None = None  # by layer, tokens that a query sees, None: all; None: all layers
-    has_chunks: bool = False  # windows are chunks: a query sees the tokens of its own alone (Llama 4)
+    has_chunks: bool = False  # windows are chunks: a query sees only its own chunk (Llama 4)
     recurrent: Recurrent | None = None  # what the recurrent layers compute in place of attention
     recurrent_layers: tuple[int, ...] = ()  # indices of layers without keys and values, ascending
     # All layers have attention too: both read one normed input, and their outputs are added (Falcon-H1).

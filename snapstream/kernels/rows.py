@@ -17,7 +17,7 @@ Keep = Callable[[Tensor], object]  # takes the rotated queries [B, H, E] of a de
 
 
 class HeadNorm(NamedTuple):
-    """What a layer's attention has of its own: the norm of the heads of q and k before the rotation, sinks, a cap."""
+    """What differs in a layer's attention: the norm of the heads of q and k before the rotation, sinks, a cap."""
 
     weight: Tensor | None  # [H+G, E]; None: no norm
     eps: float
@@ -67,7 +67,7 @@ def activation_numbers(activation: LayerActivation) -> Tensor | None:
 
 
 class ExpertParts(NamedTuple):
-    """What the experts of a layer have beside their matrices."""
+    """What the experts of a layer have besides their matrices."""
 
     gate_up_bias: Tensor | None = None  # [X', 2M]
     down_bias: Tensor | None = None  # [X', D]; None also where another rank adds it

@@ -53,7 +53,7 @@ class PrefixBlocks:
     def __init__(
         self, spec: KVSpec, num_blocks: int, block_len: int, num_snapshots: int = 0, *, pins: bool = False
     ) -> None:
-        """``num_snapshots`` of the states of recurrent layers are kept beside the blocks."""
+        """``num_snapshots`` of the states of recurrent layers are kept with the blocks."""
         self.spec, self.num_blocks, self.block_len = spec, num_blocks, block_len
         self._snapshots: dict[int, Tensor] = {}  # by number, allocated on first use: fp32, layer after layer
         self._num_snapshots = num_snapshots

@@ -98,7 +98,7 @@ class Shared:
     source: int
 
     def num_slots(self, capacity: int) -> int:
-        """None of its own."""
+        """It has no slots."""
         return 0
 
 

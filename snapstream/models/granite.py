@@ -125,7 +125,7 @@ def _with_windows(settings: Settings, recipe: Recipe) -> Recipe:
 
 
 def _rewrite(settings: Settings) -> Settings:
-    """Without experts the shared MLP is the only one; its size has a name of its own."""
+    """Without experts the shared MLP is the only one; its size has another name."""
     found = dict(settings)
     types = found.get("layer_types") or found.pop("layers_block_type", None) or [MAMBA] * num_layers(found)
     if isinstance(types, list):  # other kinds are refused later

@@ -28,7 +28,7 @@ def _llama(settings: Settings) -> Recipe:
 
 
 def _seed_oss(settings: Settings) -> Recipe:
-    """The bias of the output projection has a field of its own."""
+    """The bias of the output projection has its own field."""
     return {
         "qkv_bias": flag(settings, "attention_bias"),
         "o_bias": flag(settings, "attention_out_bias"),

@@ -26,8 +26,8 @@ from snapstream.models.decoder import Decoder, added
 from snapstream.models.layers import TokenInputs
 from snapstream.models.views import Chunk, PromptStates, QueriesAt, Segment, StagingBuffers, StagingView
 
-# Tokens whose output of the last layer is computed: only logits read it. So do the layers behind the last one that has
-# keys and values of its own: where these share those of others, they compute the same tokens alone.
+# Tokens whose output of the last layer is computed, because only logits read it. Trailing layers that share the keys
+# and values of others compute these tokens only, too.
 Outputs = Literal["all", "last", "none"]
 
 

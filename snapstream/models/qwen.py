@@ -45,7 +45,7 @@ def _qwen3_moe(settings: Settings) -> Recipe:
 
 
 def _qwen2_moe(settings: Settings) -> Recipe:
-    """Beside the experts one MLP that every token passes, of a size of its own, with a gate."""
+    """Next to the experts, a gated MLP of its own size that every token passes."""
     moe = replace(
         softmax_experts(settings),
         num_shared=1,

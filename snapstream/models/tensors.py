@@ -245,7 +245,7 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
 
 
 def _attention_tensors(config: ModelConfig) -> TensorSpecs:
-    """Of layers that are all alike; see ``head_orders`` for partly rotated heads."""
+    """Of layers of equal shape; see ``head_orders`` for partly rotated heads."""
     hidden, head_dim = config.hidden_size, config.head_dim
     queries, keys = config.num_heads * head_dim, config.num_kv_heads * head_dim
     gates = config.num_heads * config.gate_dim  # before queries, of which they may be a part, keys and values

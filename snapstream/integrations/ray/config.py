@@ -28,7 +28,7 @@ OWN_CLUSTER = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     "RAY_worker_niceness": "0",
 }
-TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it starts a cluster of its own
+TOKEN = Path(".ray") / "auth_token"  # in the home folder; Ray writes it when it starts a local cluster
 
 
 def prepare(address: str | None) -> None:

@@ -134,7 +134,7 @@ MAX_OVER_MEAN = 1.5  # times the mean of open rows, or tokens, that a replica ma
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Route:
-    """Where one call may go: an argument of the call, of which the replica only gets ``caller``."""
+    """Where one call may go: an argument of the call; the replica gets only its ``caller``."""
 
     registry: ReplicaRegistry | None = None
     caller: str = ""  # an ingress, or a replica that answers; it renews its leases by asking for reports

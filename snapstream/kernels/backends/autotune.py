@@ -248,7 +248,7 @@ def _packed_trial(attend_packed: AttendPacked, case: Case) -> str:
 
 
 def _softmax(case: Case, q: Tensor) -> dict[str, Any]:
-    """What a model's softmax has of its own: ``sinks [H]`` for the heads of ``q [T, H, E]``, and a cap of scores."""
+    """What differs in a model's softmax: ``sinks [H]`` for the heads of ``q [T, H, E]``, and a cap of scores."""
     own = {"sinks": torch.linspace(-2.0, 3.0, q.shape[1], device=q.device)} if case.has_sinks else {}
     return own if case.cap is None else {**own, "cap": min(case.cap, 2.0)}  # low enough that random scores reach it
 

@@ -498,7 +498,7 @@ async def stream(
     fault_item: Callable[[ApiError], dict[str, Any]] | None = None,
     end: bytes = DONE,
 ) -> Response:
-    """A streamed answer. It begins with the first item: what fails before it has a status of its own.
+    """A streamed answer. It begins with the first item; an error before that has its own HTTP status.
 
     ``fault_item``: the item for an error later on; by default the API's error body.
     """

@@ -130,7 +130,7 @@ def read_literal(text: str) -> Any:
     if text.startswith('"'):
         with suppress(ValueError):
             return json.loads(text, strict=False)
-    for source in (text, text.replace("\r", "\\r").replace("\n", "\\n")):  # a text may have line breaks of its own
+    for source in (text, text.replace("\r", "\\r").replace("\n", "\\n")):  # a text may contain raw line breaks
         try:
             return _value(ast.parse(source, mode="eval").body, 0)
         except (SyntaxError, RecursionError, MemoryError):

@@ -187,7 +187,7 @@ struct Step {  // one call: the stages [first, last) of a step over `batch` rows
     int64_t* tokens;  // [batch]: the likeliest tokens, -1 where the logits are not finite, and rows go on; or null
     // [batch], or null where rows are distinct. Speculative decoding: a row's entries follow each other, first its last
     // token, then drafted ones; ahead counts them from 0, and inputs are the tokens. An entry whose draft is not the
-    // token before it gets REJECTED, and the row goes on by the others.
+    // token before it gets REJECTED, and the row continues with the others.
     const int64_t *ahead, *inputs;
     int64_t batch, first, last;
 };

@@ -96,12 +96,16 @@ inline int64_t parts_of(const RowTable& rows) { return (rows.slots + 1023) / 102
 
 // The buffers of every step, cut as those above: what is counted is what is taken.
 struct StepBuffers {
-    // Of a batch of B: residual stream [B, D], projected heads [B, gates + (H+2G)E] or more in recurrent layers; what these project, there or apart in layers that have both; gate and up [B, 2I]; packed activations;
-    // angles [B, E]: cosines, then sines, and those of layers with windows, where these differ; what parts of rows found;
-    // outputs of heads that are packed all at once, where the next product takes codes or a head has an odd count; [B, D]: outputs that are not added at once.
-    // embedded: packed embeddings of tokens, that layers project; beside [B, D]: what an MLP beside experts gave, or a
-    // low-rank branch parallel to attention, of numbers low [B, R]; the first of S residual streams [B, D], and the others
-    // [B, S - 1, D].
+    // Of a batch of B:
+    //   residual [B, D]; heads [B, gates + (H+2G)E], wider for recurrent layers; mixed: projections of recurrent layers,
+    //   the same memory as heads unless layers have attention too; gate_up [B, 2I]; packed: inputs of products
+    //   angles [B, E]: cosines, then sines, and again for layers with windows if theirs differ
+    //   part_peaks, part_totals, part_mixed: attention over the parts of rows, to be merged
+    //   attended: outputs of all heads, where they are packed together: the next product takes codes, or a head's size is
+    //   odd; outputs [B, D]: outputs of a layer's parts that are not added to the residual at once
+    //   embedded: packed token embeddings that layers project; beside [B, D]: output of an MLP next to experts, or of a
+    //   low-rank branch parallel to attention, whose inner numbers are low [B, R]
+    //   first_stream [B, D], streams [B, S - 1, D]: the S residual streams
     float *residual, *heads, *mixed, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
         *outputs, *embedded, *beside, *low, *first_stream, *streams, *drafts;  // drafts: of recurrent layers (recurrent.h)
     std::vector<float*> scratch;  // of each thread

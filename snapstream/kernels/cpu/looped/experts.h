@@ -1,4 +1,4 @@
-// A mixture of experts in the place of a layer's MLP: norm; the router's scores beside gate and up of the shared
+// A mixture of experts in the place of a layer's MLP: norm; the router's scores, with gate and up of the shared
 // experts; the choice, which in small batches is made by the thread that scores last; gate and up of the chosen;
 // activation, fused with them where both are whole panels; down and the weighted sum. The choice is the formula of
 // route() in ../../../models/layers.py.

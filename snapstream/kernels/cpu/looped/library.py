@@ -237,7 +237,7 @@ class Library:
 
 @cache
 def load(instructions: InstructionSet | None = None) -> Library:
-    """The library for the best instructions of this processor, or for others of its own; ValueError without one."""
+    """The library for this processor's best instructions, or for given ones; ValueError if there is none."""
     return Library(instructions or instruction_sets()[0])
 
 

@@ -1,4 +1,4 @@
-// The draw. A row is a task of its own: its scores, then a cut of them, then the draw.
+// Sampling. Each row is a task: compute its scores, cut them, draw a token.
 //
 // Without top-k and top-p nothing is sorted or gathered: weights are summed group by group, and only the group that
 // holds the drawn number is weighed again. Otherwise candidates are gathered first, and the thresholds are found
@@ -231,7 +231,7 @@ class Drawer {
     }
 
     // Log-probabilities by the logits as the model made them, of the token and of the likeliest. What weights leave out
-    // is less than 2^-42 of the likeliest for each token: nothing beside the rounding of fp32.
+    // is less than 2^-42 of the likeliest for each token: nothing next to the rounding of fp32.
     void report(int64_t b, const Peak& raw) {
         constexpr double LOG_2 = 0.69314718055994530942;
         const float* line = call_.logits + b * s_.vocab;

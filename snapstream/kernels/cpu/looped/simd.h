@@ -274,7 +274,7 @@ struct Gated {
     }
 };
 
-// The same of x up to 0; far below it, a number that is as good as 0 beside 1.
+// The same of x up to 0; far below it, a number that is negligible next to 1.
 INLINE vec falling(vec x) {
     const vec low = all(-87.0f), clamped = x < low ? low : x, magic = all(12582912.0f);
     const vec shifted = clamped * 1.44269504088896341f + magic, n = shifted - magic;

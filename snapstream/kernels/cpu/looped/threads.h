@@ -11,7 +11,7 @@
 //
 // Invariant: parts are added rank after rank, so all ranks hold the same bits, whatever the batch. Sums take turns in
 // two places: a rank that writes the next sum may be one barrier ahead of one that still reads the last. Each rank's
-// part begins with a page of its own, so that it lies near the rank that writes it first. With one rank none of it is
+// part begins on its own page, so that it is near the rank that writes it first. With one rank none of it is
 // used.
 #pragma once
 #include <atomic>
