@@ -214,7 +214,7 @@ ENGINE = Flags(
     words={
         "max_model_len": "Prompt and output tokens: slots of a full row. Default: the prompt.",
         "chunk_len": "Tokens of one prefill unit; auto: as a GPU engine does.",
-        "prefix_store": "Host memory for the beginnings of prompts: what it holds.",
+        "prefix_store": "Host memory for prompt prefixes: print what it holds.",
     },
     without=(
         "budget",

@@ -39,7 +39,7 @@ ENGINE = Flags(
     defaults=ENGINE_DEFAULTS,
     words={
         "max_waiting": "Requests that may wait; more get 429. 0: unlimited.",
-        "prefix_store": "Host memory for the beginnings of prompts, so that each is computed once; auto: a part of "
+        "prefix_store": "Host memory for prompt prefixes, so that each is computed once; auto: a part of "
         "what is free, 0: none.",
     },
     aliases=ENGINE_ALIASES,

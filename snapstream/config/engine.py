@@ -213,7 +213,7 @@ class Settings:
     dtype: DType = setting("float32", "Dtype of the computation and of rows.")  # and of staging
     kv_dtype: KVDType = setting("auto", kv_dtype_help())
     prefill_attention: PrefillAttentionName = setting(  # chosen, or refused, in kernels/backends
-        "auto", "Kernel that attends prompts; auto: by a table, printed at the start.", metavar="NAME"
+        "auto", "Prefill attention kernel; auto: the fastest here, timed at the start.", metavar="NAME"
     )
     max_waiting: int = setting(0, "Requests that may wait; more are refused. 0: no bound.")
 
@@ -399,9 +399,9 @@ class EngineOptions(Settings):
     )
     activations: ActivationOption = setting(
         "auto",
-        "Inputs of GEMMs with low-precision weights: in --dtype, or with weights in groups rounded to int8 in "
-        "decode; auto: that where the looped executor supports the model; and where a processor is faster at it, int8 "
-        "in prefill too, or bfloat16 in prefill and, with bfloat16 weights, in decode, or int16 in prefill.",
+        "Inputs of GEMMs with low-precision weights. dtype: as --dtype; int8: int8 in decode, for weights in groups; "
+        "auto: int8 in decode where the looped executor supports the model, and what is faster here: in prefill int8, "
+        "bfloat16 or int16, in decode bfloat16 with bfloat16 weights.",
     )
     executor: str | None = setting(
         None,

@@ -175,7 +175,7 @@ class DisaggregationOptions:
     prefill: tuple[str, ...] = setting((), "With --role decode: server with --role prefill; repeatable.", metavar="URL")
     transfer_host: str | None = setting(
         None,
-        "With --role decode: where rows arrive, as prefill servers reach it. Default: 127.0.0.1.",
+        "With --role decode: address at which prefill servers reach it. Default: 127.0.0.1.",
         metavar="ADDRESS",
     )
     transfer_port: int = setting(0, "With --role decode: its port; 0 takes a free one.")
