@@ -553,7 +553,7 @@ class MessageAnswer:
         elif isinstance(sample.stop_reason, str):
             self._stop_reason, self._stop_sequence = "stop_sequence", sample.stop_reason
         else:
-            self._stop_reason = "tool_use" if self.reader.num_calls else "end_turn"
+            self._stop_reason = "tool_use" if self.reader.has_calls else "end_turn"
         self.usage.ends[0] = {"finish_reason": self._stop_reason, "stop_reason": sample.stop_reason}
 
     def _message(self, blocks: list[Json]) -> Json:

@@ -383,6 +383,8 @@ def test_why_an_answer_stopped() -> None:
     assert stopped["content"] == [{"type": "text", "text": "Hello "}]
     half = whole({"tools": [GET_WEATHER], "max_tokens": len(token_ids(CALL)) - 8}, CALL)
     assert half["stop_reason"] == "max_tokens" and isinstance(half["content"][0]["input"], dict)
+    half = whole({"tools": [GET_WEATHER]}, CALL[: CALL.index("rld")])  # the model itself ends it
+    assert half["stop_reason"] == "end_turn" and half["content"][0]["type"] == "tool_use"
 
 
 def test_a_fault_in_a_stream_is_an_error_event() -> None:

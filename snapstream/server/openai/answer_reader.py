@@ -113,6 +113,11 @@ class ToolCallParser:
         self._events: list[CallEvent] = []
         self.num_calls = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether arguments are being read."""
+        return self._step == self._stream
+
     def push(self, piece: str) -> list[CallEvent]:
         """The events that this piece completes."""
         self._text += piece
@@ -549,8 +554,13 @@ class AnswerReader:
         self.num_reasoning_tokens = 0
 
     @property
-    def num_calls(self) -> int:
-        return 0 if self._calls is None else self._calls.num_calls
+    def has_calls(self) -> bool:
+        return self._calls is not None and self._calls.num_calls > 0 and not self.is_call_open
+
+    @property
+    def is_call_open(self) -> bool:
+        """Whether the arguments of a call have not ended: a stop string, a limit or the model may cut them."""
+        return self._calls is not None and self._calls.is_open
 
     def take(self, delta: SampleDelta) -> list[Event]:
         """The events that this delta completes; with the last one also what was held back."""

@@ -380,7 +380,7 @@ class ChatAnswer(Answer):
         return bool(state.reasoning or state.text or state.calls)
 
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
-        has_calls = self._choices[choice].reader.num_calls > 0
+        has_calls = self._choices[choice].reader.has_calls
         return "tool_calls" if reason is FinishReason.STOP and has_calls else reason.value
 
     def chunk_choice(self, choice: int) -> dict[str, Any]:

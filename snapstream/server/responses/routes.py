@@ -272,7 +272,7 @@ class ResponseAnswer:
         is_whole = sample.finish_reason is FinishReason.STOP
         reason = "stop" if is_whole else "length"
         usage.ends[0] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
-        events += self.writer.finish(is_whole=is_whole)
+        events += self.writer.finish(is_whole=is_whole and not self.reader.is_call_open)
         if is_whole:
             self._end("completed")
         else:

@@ -144,7 +144,7 @@ def test_channels_stream_and_are_counted() -> None:
         reason = FinishReason.STOP if index == len(pieces) - 1 else None
         events.append(reader.take(SampleDelta(index=0, token_ids=(index,), text=piece, finish_reason=reason)))
     assert events[3:5] == [[Reasoning("one")], [Reasoning(" two")]]
-    assert reader.num_reasoning_tokens == 5 and reader.num_calls == 1
+    assert reader.num_reasoning_tokens == 5 and reader.has_calls
     start = events[14][0]
     assert isinstance(start, CallStart) and start.name == "get" and events[14][1:] == [CallPiece(0, '{"a"')]
     assert events[15] == [CallPiece(0, ": 1}")] and not any(events[5:14] + events[16:])

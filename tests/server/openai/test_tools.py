@@ -22,7 +22,7 @@ from snapstream.server.openai.tools import calls_or_answer, forced_calls, offere
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar
 from tests.server.app_client import HI, client, frames
-from tests.server.fake_engine import FakeEngine, tokenizer
+from tests.server.fake_engine import FakeEngine, token_ids, tokenizer
 from tests.server.openai.test_tool_formats import NAMES
 
 TOOLS = [
@@ -115,11 +115,20 @@ def test_one_call_where_parallel_ones_are_not_wanted() -> None:
         assert (bare(message), end) == ((None, [("get", A)]), "tool_calls")
 
 
-def test_a_call_that_is_cut_is_no_whole_one() -> None:
-    num_tokens = len(tokenizer()(GET, add_special_tokens=False)["input_ids"])
-    message, end = whole(GET, max_tokens=num_tokens - 8)
-    assert end == "length"
-    assert bare(message)[1][0][0] == "get"
+@pytest.mark.parametrize(
+    ("answer", "body", "reason"),
+    [
+        (GET, {"max_tokens": len(token_ids(GET)) - 8}, "length"),
+        (GET, {"stop": ["wör"]}, "stop"),
+        (GET[: GET.index("rld")], {}, "stop"),  # the model itself ends it
+        (PUT + GET, {"stop": ["wör"]}, "stop"),
+        (GET, {"stop": ["</tool_call>"]}, "tool_calls"),
+    ],
+)
+def test_a_call_that_is_cut_is_no_whole_one(answer: str, body: dict[str, Any], reason: str) -> None:
+    for message, end in (whole(answer, **body), streamed(answer, **body)):
+        assert end == reason
+        assert "get" in [name for name, _ in bare(message)[1]]
 
 
 def test_calls_are_text_where_they_were_not_asked_for() -> None:

@@ -158,6 +158,9 @@ def test_an_answer_that_is_cut_is_incomplete() -> None:
     assert (last["status"], last["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert last["output"][0]["status"] == "incomplete" and last["completed_at"] is None
     assert last["usage"]["output_tokens"] == 3
+    for body, answer in (({"stop": ["wör"]}, CALL), ({}, CALL[: CALL.index("rld")])):
+        last = streamed({"tools": [GET], **body}, answer)[-1]["response"]
+        assert (last["status"], last["output"][0]["status"]) == ("completed", "incomplete")
 
 
 def test_an_empty_answer_has_an_empty_message() -> None:
