@@ -34,8 +34,10 @@ class AppClient(httpx.AsyncClient):
 @asynccontextmanager
 async def client(engine: FakeEngine, draft: Any = None, **settings: Any) -> AsyncIterator[AppClient]:
     async with AppClient(make_app(engine, tokenizer(), ServerSettings(**settings), lambda: FACTS, draft)) as http:
-        yield http
-    http.server.close()
+        try:
+            yield http
+        finally:
+            http.server.close()  # or the processes that it started keep a failed test waiting
 
 
 def frames(text: str) -> list[dict[str, Any]]:

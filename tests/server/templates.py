@@ -39,8 +39,10 @@ def template_tokenizer(template: str = TELLING) -> Any:
 async def template_client(engine: FakeEngine, template: str = TELLING, **settings: Any) -> AsyncIterator[AppClient]:
     app = make_app(engine, template_tokenizer(template), ServerSettings(**settings), lambda: FACTS)
     async with AppClient(app) as http:
-        yield http
-    http.server.close()
+        try:
+            yield http
+        finally:
+            http.server.close()
 
 
 def prompt_of(engine: FakeEngine, index: int = -1) -> str:
