@@ -104,6 +104,7 @@ class CountBody(Body):
     tool_choice: dict[str, Any] | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format, which wins
     # An extension of ours and other engines.
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -414,6 +415,7 @@ def _as_chat(body: CountBody) -> ChatBody:
     messages = as_messages(body.system, body.messages)
     last = messages[-1]
     has_started = last["role"] == "assistant" and not last.get("tool_calls")  # the model continues it
+    answer_format = body.output_config.format if body.output_config else None
     return ChatBody(
         model=body.model,
         messages=messages,
@@ -421,7 +423,7 @@ def _as_chat(body: CountBody) -> ChatBody:
         tool_choice=as_chat_choice(body.tool_choice),
         parallel_tool_calls=is_parallel(body.tool_choice),
         continue_final_message=has_started or None,
-        response_format=as_response_format(body.output_config.format if body.output_config else None),
+        response_format=as_response_format(body.output_format if answer_format is None else answer_format),
         reasoning_effort=body.effort,
         chat_template_kwargs=body.chat_template_kwargs,
     )
