@@ -243,7 +243,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "verbosity": (),
+    "verbosity": ("medium",),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),

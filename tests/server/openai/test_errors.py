@@ -245,7 +245,7 @@ def test_harmless_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixtur
     body = {
         "messages": HI, "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "stop": None,
         "prompt_compression": "off", "user": "me", "store": False, "shoe_size": 44, "best_of": None,
-        "stream_options": {"include_obfuscation": False},
+        "stream_options": {"include_obfuscation": False}, "verbosity": "medium",
     }  # fmt: skip
 
     async def twice() -> None:
