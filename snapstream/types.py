@@ -501,7 +501,7 @@ class Request:
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def as_conversation(messages: Sequence[Any], *, has_developer: bool = True) -> list[dict[str, Any]]:
@@ -526,7 +526,9 @@ def _as_message(message: Any, place: str, has_developer: bool) -> dict[str, Any]
         raise ValueError(f"{place}.tool_calls belongs to the assistant, not to {role!r}")
     result = {name: value for name, value in message.items() if name != "tool_calls"}
     result["role"] = "system" if role == "developer" and not has_developer else role
-    result["content"] = "" if content is None and role == "assistant" else _as_text(content, f"{place}.content", role)
+    if content is None and role == "assistant":
+        content = message.get("refusal") or ""
+    result["content"] = _as_text(content, f"{place}.content", role)
     if calls:
         result["tool_calls"] = _as_tool_calls(calls, f"{place}.tool_calls")
     return result
@@ -546,9 +548,10 @@ def _as_part(part: Any, place: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or kind not in TEXT_PARTS:
         raise ValueError(f"{place} has the type {kind!r}; only text is taken")
-    if not isinstance(part.get("text"), str):
-        raise ValueError(f"{place}.text is {named(part.get('text'))}; it must be text")
-    return str(part["text"])
+    name = "refusal" if kind == "refusal" else "text"
+    if not isinstance(part.get(name), str):
+        raise ValueError(f"{place}.{name} is {named(part.get(name))}; it must be text")
+    return str(part[name])
 
 
 def _as_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:

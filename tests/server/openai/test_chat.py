@@ -186,6 +186,15 @@ def test_parts_roles_and_continuation() -> None:
     assert tokenizer().decode(engine.requests[1].prompt_token_ids).endswith("<|assistant|> Well, I")
 
 
+@pytest.mark.parametrize(
+    "message", [{"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}]
+)
+def test_a_refusal_is_the_text_of_its_message(message: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    assert chat(engine, messages=[*HI, {"role": "assistant", **message}, *HI])[0] == 200
+    assert "<|assistant|> No.<|end|>" in tokenizer().decode(engine.requests[0].prompt_token_ids)
+
+
 def test_special_tokens_are_added_to_a_conversation_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[bool] = []
     kind = type(tokenizer())

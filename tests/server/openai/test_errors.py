@@ -141,6 +141,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "messages"),
+    ({"messages": [*HI, {"role": "assistant", "refusal": 5}, *HI]}, "messages"),
     ({"messages": [*HI, {"role": "assistant", "audio": {"id": "audio_1"}}, *HI]}, "messages"),
     ({"messages": HI, "previous_response_id": "resp_1"}, "previous_response_id"),
     ({"messages": HI, "conversation": "conv_1"}, "conversation"),
