@@ -180,6 +180,7 @@ class Cors(CORSMiddleware):
 class HostGuard(Middleware):
     """Refuses a request whose Host header is none of the allowed names, before anything is read (DNS rebinding: a web
     page can make a browser call a server on its user's machine). Loopback addresses always pass: DNS cannot forge them.
+    So does a request of HTTP/1.0 without the header, like a load balancer's health check: browsers always send it.
     """
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
@@ -187,8 +188,9 @@ class HostGuard(Middleware):
         self._allowed = frozenset(name.lower() for name in allowed)
 
     async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = _name(Headers(scope=scope).get("host", ""))
-        if host not in self._allowed and not is_loopback(host):
+        given = Headers(scope=scope).get("host")
+        host = _name(given or "")
+        if given is not None and host not in self._allowed and not is_loopback(host):
             log_refusal("a host name was refused", scope)
             message = f"This server does not answer to the host {host!r}; --allowed-host would permit it."
             fault = ApiError(403, message, kind="permission_error", code="host_not_allowed")
