@@ -235,6 +235,9 @@ class GuardedProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a client that offers HTTP/2, as Java's does, would fill the log. It is answered by HTTP/1.1."""
+
     # answers
 
     def _write_head(self) -> None:

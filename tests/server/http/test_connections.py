@@ -278,6 +278,22 @@ def test_trailing_slashes_are_answered(path: str) -> None:
         assert answer.startswith(b"HTTP/1.1 200") and b"location" not in answer
 
 
+@pytest.mark.parametrize(("host", "status"), [("", b"200"), ("Host: evil.example\r\n", b"403"), ("Host:\r\n", b"403")])
+def test_http_1_0_needs_no_host(host: str, status: bytes) -> None:
+    with running_server(allowed_hosts=("localhost",)) as server, connected(server) as client:
+        client.sendall(f"GET /health HTTP/1.0\r\n{host}\r\n".encode())
+        assert read_all(client).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("protocol", ["h2c", "websocket"])
+def test_an_offered_upgrade_is_answered_and_logs_no_warning(protocol: str, caplog: pytest.LogCaptureFixture) -> None:
+    with running_server() as server, connected(server) as client:
+        client.sendall(post(BODY, "Connection: Upgrade, close", f"Upgrade: {protocol}"))
+        answer = read_all(client)
+        assert answer.startswith(b"HTTP/1.1 200") and ANSWER.encode() in answer
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_silence_keeps_nobody_out() -> None:
     """More connections than one address may have, all of it silent, and the next one is answered."""
     with running_server(guard=(own := guard(most_per_address=4))) as server:
