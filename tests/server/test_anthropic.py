@@ -123,7 +123,10 @@ def test_tools_choices_and_formats() -> None:
             single = await grammar({**tools, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}})
             assert len(single.text) < len(both.text)
             form = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-            for body in ({"output_config": {"format": form}}, {"output_config": {"effort": "low"}, "output_format": form}):
+            for body in (
+                {"output_config": {"format": form}},
+                {"output_config": {"effort": "low"}, "output_format": form},
+            ):
                 assert (await grammar(body)).kind == "json_schema"
 
     asyncio.run(run())

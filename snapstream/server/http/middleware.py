@@ -189,8 +189,7 @@ class HostGuard(Middleware):
 
     async def on_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("host")
-        host = _name(given or "")
-        if given is not None and host not in self._allowed and not is_loopback(host):
+        if given is not None and (host := _name(given)) not in self._allowed and not is_loopback(host):
             log_refusal("a host name was refused", scope)
             message = f"This server does not answer to the host {host!r}; --allowed-host would permit it."
             fault = ApiError(403, message, kind="permission_error", code="host_not_allowed")
