@@ -169,23 +169,27 @@ struct Blocks : Own {
     struct Line {
         vec factor, minimum;
     };
-    static INLINE Line scale(const char* head, int v, int sub) {
-        Line line{times(head, FACTORS + sub * PANEL, v), {}};
-        if constexpr (MINIMUM) line.minimum = times(head + 2 * PANEL, FACTORS - 2 * PANEL + (SUBS + sub) * PANEL, v);
+    static INLINE Line factors(const char* head, int v) {
+        const auto* own = reinterpret_cast<const uint16_t*>(head) + v * W;
+        Line line{load_half(own), {}};
+        if constexpr (MINIMUM) line.minimum = load_half(own + PANEL);
         return line;
     }
+    static INLINE Line scale(const Line& factors, const char* head, int v, int sub) {
+        const auto times = [&](vec factor, int at) {
+            return factor * __builtin_convertvector(load_bytes(head + FACTORS + at * PANEL + v * W), vec);
+        };
+        Line line{times(factors.factor, sub), {}};
+        if constexpr (MINIMUM) line.minimum = times(factors.minimum, SUBS + sub);
+        return line;
+    }
+    static INLINE Line scale(const char* head, int v, int sub) { return scale(factors(head, v), head, v, sub); }
     template <class Unit>
     static INLINE vec widen(const Unit& own, int c, Line line) {
         const ints code = (ints)((Own::four(own, c / 4) >> (8 * (c % 4))) & 255u) - Own::OFFSET;
         const vec number = __builtin_convertvector(code, vec) * line.factor;
         if constexpr (MINIMUM) return number + line.minimum;
         else return number;
-    }
-
-  private:
-    static INLINE vec times(const char* factors, int at, int v) {  // at: from the factors on
-        const vec own = __builtin_convertvector(load_bytes(factors + at + v * W), vec);
-        return load_half(reinterpret_cast<const uint16_t*>(factors) + v * W) * own;
     }
 };
 using BlocksQ3 = Blocks<SignedNibbles, 16, false>;

@@ -27,11 +27,13 @@ struct Quads {
         else if constexpr (IS_MXFP4) return Mxfp4::integers((unit >> (4 * part)) & 0x0f0f0f0fu);
         else return (unit >> (4 * part)) & 0x0f0f0f0fu;
     }
-    static INLINE vec scale(const char* head, int v, int) {
+    using Factors = NoScale;
+    static INLINE Factors factors(const char*, int) { return {}; }
+    static INLINE vec scale(Factors, const char* head, int v, int) {
         if constexpr (IS_MXFP4) return Mxfp4::power(head, v) * 0.5f;
         else return load_half(reinterpret_cast<const uint16_t*>(head) + v * W);
     }
-    static INLINE vec minimum(const char* head, int v, int) { return scale(head + 2 * PANEL, v, 0); }
+    static INLINE vec minimum(Factors own, const char* head, int v, int) { return scale(own, head + 2 * PANEL, v, 0); }
 
   private:
     static constexpr bool IS_MXFP4 = std::is_same_v<Form, Mxfp4>;
@@ -44,8 +46,14 @@ struct Quads<Blocks<Own, OWN_GROUP, MINIMUM>> {
     static constexpr bool IS_SPLIT = Own::IS_SPLIT;
     template <class Unit>
     static INLINE bits of(const Unit& unit, int part) { return Form::four(unit, part); }
-    static INLINE vec scale(const char* head, int v, int sub) { return Form::scale(head, v, sub).factor; }
-    static INLINE vec minimum(const char* head, int v, int sub) { return Form::scale(head, v, sub).minimum; }
+    using Factors = typename Form::Line;
+    static INLINE Factors factors(const char* head, int v) { return Form::factors(head, v); }
+    static INLINE vec scale(const Factors& own, const char* head, int v, int sub) {
+        return Form::scale(own, head, v, sub).factor;
+    }
+    static INLINE vec minimum(const Factors& own, const char* head, int v, int sub) {
+        return Form::scale(own, head, v, sub).minimum;
+    }
 };
 
 // What is made of a block of columns for many tokens: COLUMNS to a unit, with scales in fp32 and minimums behind them.
@@ -60,8 +68,12 @@ struct Quads<Widened<COLUMNS, OWN_GROUP, MINIMUM>> {
     static constexpr int COUNT = 1, GROUP = OWN_GROUP;
     static constexpr bool IS_SPLIT = false;
     static INLINE bits of(bits unit, int) { return unit; }
-    static INLINE vec scale(const char* head, int v, int) { return load(reinterpret_cast<const float*>(head) + v * W); }
-    static INLINE vec minimum(const char* head, int v, int) { return scale(head + 4 * PANEL, v, 0); }
+    using Factors = NoScale;
+    static INLINE Factors factors(const char*, int) { return {}; }
+    static INLINE vec scale(Factors, const char* head, int v, int) {
+        return load(reinterpret_cast<const float*>(head) + v * W);
+    }
+    static INLINE vec minimum(Factors own, const char* head, int v, int) { return scale(own, head + 4 * PANEL, v, 0); }
 };
 using Shorts = Widened<2, SPAN, false>;  // pairs of columns in int16
 template <class Form>
@@ -84,6 +96,8 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     for (int64_t left = cols; left > 0;) {
         const char* head = weight - v * W * 4;
         weight += Form::HEAD;
+        typename Quads<Form>::Factors factors[VECTORS];
+        UNROLL for (int i = 0; i < VECTORS; ++i) factors[i] = Quads<Form>::factors(lies(head, i), v + i % WIDE);
         for (int sub = 0; sub < SUBS<Form>; ++sub, left -= group) {
             const int32_t* codes = x + 2 * T;
             ints acc[T][VECTORS];
@@ -128,8 +142,9 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
             fetch.template ask<P, SUBS<Form> == 1 ? 1 : HEAD_LINES<Form>, T>(fetch.head);
             vec scales[VECTORS], minimums[VECTORS];
             UNROLL for (int i = 0; i < VECTORS; ++i) {
-                scales[i] = Quads<Form>::scale(lies(head, i), v + i % WIDE, sub);
-                if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::minimum(lies(head, i), v + i % WIDE, sub);
+                const char* own = lies(head, i);
+                scales[i] = Quads<Form>::scale(factors[i], own, v + i % WIDE, sub);
+                if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::minimum(factors[i], own, v + i % WIDE, sub);
             }
             const auto* numbers = reinterpret_cast<const float*>(x);
             float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
