@@ -8,8 +8,9 @@
     python -m benchmarks.peers.llama_bench --shapes tiny      # tries it, in seconds
     python -m benchmarks.peers.llama_bench --ik-llama-bench PATH    # and ik_llama.cpp's program, built from its source
 
-They measure in turn a prompt of 512 tokens and of each depth, and 128 tokens after a prompt of one and of each depth,
-with a full cache, as many threads and else their own defaults; snapstream also with a quarter of the depth as slots.
+They measure a prompt of 512 tokens and of each depth, and 128 tokens after a prompt of one and of each depth, with a
+full cache, as many threads and else their own defaults; snapstream also with a quarter of the depth as slots. For each
+repetition they take turns, as the read rate of a shared machine drifts within minutes.
 llama.cpp is its own program llama-bench or, without one, xllamacpp, whose own times count. A file is deleted before the
 next is written.
 """
@@ -135,6 +136,18 @@ def fork_figures(program: Path, file: Path, threads: int, repetitions: int, dept
     return {"engine": engine, "tokens_per_s": rates}
 
 
+def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of one engine: rates of all rounds, and means of what snapstream says of the read rate."""
+    found = dict(rounds[0])
+    for name in ("tokens_per_s", "quarter"):
+        if name in found:
+            found[name] = {test: [rate for one in rounds for rate in one[name][test]] for test in found[name]}
+    if "read_share" in found:
+        found["read_gb_per_s"] = mean([one["read_gb_per_s"] for one in rounds])
+        found["read_share"] = {test: mean([one["read_share"][test] for one in rounds]) for test in found["read_share"]}
+    return found
+
+
 def mean(rates: list[float]) -> float:
     return sum(rates) / len(rates)
 
@@ -148,11 +161,11 @@ def main() -> None:
         "--kinds", nargs="+", choices=("f16", "q8_0", "q4_0", "q3_k_m", "iq4_xs", "q4_k_m", "q5_k_m"), default=["q4_0"]
     )
     parser.add_argument("--depths", nargs="+", type=int, default=[])
-    parser.add_argument("--repetitions", type=int, default=2, help="of each test, after one that does not count")
+    parser.add_argument("--repetitions", type=int, default=2, help="of each test, one for each turn of an engine")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
-    work = args.threads, args.repetitions, args.depths
+    work = args.threads, 1, args.depths
     ceiling, models = ceilings(), []
     for shape in args.shapes:
         for kind in args.kinds:
@@ -160,11 +173,13 @@ def main() -> None:
                 file = Path(folder) / f"{shape}-{kind}.gguf"
                 write_random_gguf(SHAPES[shape], file, kind)
                 size = file.stat().st_size
-                own = own_figures(file, *work)
-                engines = {"snapstream": own}
-                engines["llama_cpp"] = peer_figures(args.llama_bench, file, *work)
-                if args.ik_llama_bench:
-                    engines["ik_llama_cpp"] = fork_figures(args.ik_llama_bench, file, *work)
+                runs: dict[str, list[dict[str, Any]]] = {}
+                for _ in range(args.repetitions):
+                    runs.setdefault("snapstream", []).append(own_figures(file, *work))
+                    runs.setdefault("llama_cpp", []).append(peer_figures(args.llama_bench, file, *work))
+                    if args.ik_llama_bench:
+                        runs.setdefault("ik_llama_cpp", []).append(fork_figures(args.ik_llama_bench, file, *work))
+            engines = {name: joined(rounds) for name, rounds in runs.items()}
             models.append({"shape": shape, "kind": kind, "file_bytes": size, **engines})
             for test in tests_of(args.depths):
                 rates = (f"{name} {mean(engine['tokens_per_s'][test]):,.1f}" for name, engine in engines.items())
