@@ -25,9 +25,10 @@ PrefillInputs = Literal["bfloat16", "int8", "int16"]
 QUANTIZED_BITS: dict[str, int] = {
     "int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4, "q3_k": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6, "iq4_xs": 4
 }  # fmt: skip
-# K-quants of GGUF files: numbers along the input that share a scale, which is an integer times a factor of a block.
+# K-quants of GGUF files, and IQ4_XS: numbers along the input that share a scale, an integer times a factor of a block.
 K_GROUPS = {"q3_k": 16, "q4_k": 32, "q5_k": 32, "q6_k": 16, "iq4_xs": 32}
 K_BLOCK = 256
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_XS and IQ4_NL, by code
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
 MXFP4_GROUP = 32  # numbers along the input that share a power of two
@@ -85,7 +86,7 @@ class WeightFormat:
 
     @property
     def has_minimums(self) -> bool:
-        """Whether groups have minimums beside scales."""
+        """Whether groups have a minimum as well as a scale."""
         return self.dtype in ("uint4", "q4_k", "q5_k")
 
     @property

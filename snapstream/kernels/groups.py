@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snapstream.config.weights import WeightFormat
+from snapstream.config.weights import IQ4_NUMBERS, WeightFormat
 
 SCALE_DTYPE = torch.float16
 
@@ -89,7 +89,6 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 # its factor. A number is ``(code - offset) * scale + minimum``; codes of iq4_xs are places in a table.
 _K_OFFSETS = {"q3_k": 8, "q4_k": 0, "q5_k": 0, "q6_k": 32, "iq4_xs": 0}
 _K_CODES = {"q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
-IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 def k_scales(scales: Tensor, form: WeightFormat) -> list[Tensor]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
-from snapstream.config.weights import K_GROUPS, stack_name
+from snapstream.config.weights import IQ4_NUMBERS, K_GROUPS, stack_name
 from snapstream.models.gguf_architectures import Model
 from snapstream.models.gguf_header import FLOATS, K_QUANTS, Tensor, first_file
 from snapstream.models.gguf_settings import ROPE_TABLES, open_model, settings_of
@@ -579,10 +579,6 @@ def _widened(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers.astype(numpy.float32, copy=False)
 
 
-# Values of IQ4_NL by their code.
-_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-
-
 def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Scales ``[..., n]`` and whole numbers ``[..., n, group]`` int8 of rows of n groups, as formats of
     ``kernels/groups.py`` have them. Numbers begin at the one that is code 0: of Q4_1 at -8.
@@ -602,7 +598,7 @@ def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, An
     nibbles = rest[..., -16:]  # the first half of the numbers in the low halves of the bytes
     codes = numpy.concatenate((nibbles & 15, nibbles >> 4), -1)
     if kind == "IQ4_NL":
-        return scales, numpy.array(_IQ4_NL, dtype=numpy.int8)[codes]
+        return scales, numpy.array(IQ4_NUMBERS, dtype=numpy.int8)[codes]
     if kind == "Q5_0":
         high = numpy.unpackbits(rest[..., :4], axis=-1, bitorder="little")
         return scales, (codes | high << 4).astype(numpy.int8) - numpy.int8(16)

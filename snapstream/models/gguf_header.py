@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from snapstream.config import DType
+from snapstream.config.weights import K_GROUPS
 from snapstream.models.config_json import MAX_TABLE_BYTES, check_file
 
 SUFFIX, MAGIC, VERSIONS = ".gguf", b"GGUF", (2, 3)
@@ -32,7 +33,7 @@ FLOATS: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat1
 DEQUANTIZED = (
     "Q5_1", "Q2_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"
 )  # fmt: skip
-K_QUANTS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+K_QUANTS = tuple(name.upper() for name in K_GROUPS)
 TYPES = (*FLOATS, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", *K_QUANTS, *DEQUANTIZED)
 
 

@@ -22,7 +22,7 @@ from benchmarks.peers.__main__ import parse_args
 from benchmarks.peers.arms import Arm, Unavailable, run_arm
 from benchmarks.peers.compare import figures_of
 from benchmarks.peers.gguf_file import write_gguf, write_random_gguf
-from benchmarks.peers.llama_bench import SHAPES, fork_figures, peer_figures
+from benchmarks.peers.llama_bench import SHAPES, fork_figures, joined, peer_figures
 from benchmarks.peers.run_snapstream import start
 from benchmarks.peers.work import Job, prompts_of
 from benchmarks.shapes import GRANITE_H_TINY, LFM2_TINY, QWEN3_TINY, QWEN35_TINY, random_checkpoint
@@ -228,6 +228,19 @@ def test_a_random_file_of_a_shape_is_read_as_it_is_stored(shape: str, kind: str,
     formats = weight_formats(model, EngineOptions(), device="cpu")
     assert model.stored.dequantized_in(formats) == (), model.stored
     assert {form.dtype for form in formats.own} == own
+
+
+def test_rounds_of_an_engine_are_joined() -> None:
+    rounds = [
+        {"version": "1", "tokens_per_s": {"tg128": [rate]}, "quarter": {"tg128 @ 64": [rate + 1]},
+         "read_gb_per_s": 10 * rate, "read_share": {"tg128": rate / 10}}
+        for rate in (2.0, 4.0)
+    ]  # fmt: skip
+    assert joined(rounds) == {
+        "version": "1", "tokens_per_s": {"tg128": [2.0, 4.0]}, "quarter": {"tg128 @ 64": [3.0, 5.0]},
+        "read_gb_per_s": 30.0, "read_share": {"tg128": pytest.approx(0.3)},
+    }  # fmt: skip
+    assert joined([{"engine": "a", "tokens_per_s": {"pp512": [1.0, 2.0]}}])["tokens_per_s"] == {"pp512": [1.0, 2.0]}
 
 
 def test_llama_benchs_own_names(tmp_path: Path) -> None:

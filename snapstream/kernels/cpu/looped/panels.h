@@ -111,9 +111,10 @@ struct SignedNibbles : Nibbles {
     static constexpr int OFFSET = 8;
 };
 
-template <int HIGH, int OWN_OFFSET>  // HIGH: bits beside the lower four
+template <int HIGH, int OWN_OFFSET>  // HIGH: bits above the lower four
 struct SplitCodes {
-    static constexpr int BITS = 4 + HIGH, COLS = 32 / HIGH, LOWS = COLS / 8, BYTES = 128 * (LOWS + 1), OFFSET = OWN_OFFSET;
+    static constexpr int BITS = 4 + HIGH, COLS = 32 / HIGH, OFFSET = OWN_OFFSET;
+    static constexpr int LOWS = COLS / 8, BYTES = 128 * (LOWS + 1);
     static constexpr bool IS_SPLIT = true;
     struct Unit {
         bits low[LOWS], high;
@@ -128,7 +129,8 @@ struct SplitCodes {
     static INLINE bits four(const Unit& own, int part) {
         const int place = HIGH * part;
         const bits high = place < 4 ? own.high << (4 - place) : own.high >> (place - 4);
-        return ((own.low[part / 2] >> (4 * (part % 2))) & 0x0f0f0f0fu) | (high & (HIGH == 1 ? 0x10101010u : 0x30303030u));
+        const bits low = (own.low[part / 2] >> (4 * (part % 2))) & 0x0f0f0f0fu;
+        return low | (high & (HIGH == 1 ? 0x10101010u : 0x30303030u));
     }
 };
 
@@ -158,9 +160,9 @@ struct NonLinear4 : Nibbles {  // a table's numbers, plus 128
                                                       129, 141, 153, 166, 181, 197, 217, 241};
 };
 
-// K-quants of GGUF files, with their own integers. A group of 256 columns is headed by a factor of each row in fp16, with
-// MINIMUM another one, and then, in bytes with a sign, by what the first is multiplied by to give the scale of each
-// OWN_GROUP columns, 32 rows after 32, and the second to give their minimum: number = (stored - offset) * scale + minimum.
+// K-quants and IQ4_XS of GGUF files, with their own integers. The head of 256 columns has an fp16 factor of each row, with
+// MINIMUM a second one, and then a signed byte per row and OWN_GROUP columns, 32 rows after 32: times the first factor it
+// is their scale. As many bytes times the second factor are minimums: number = (stored - offset) * scale + minimum.
 template <class Own, int OWN_GROUP, bool MINIMUM>
 struct Blocks : Own {
     static constexpr int BLOCK = 256, GROUP = OWN_GROUP, SUBS = BLOCK / GROUP;

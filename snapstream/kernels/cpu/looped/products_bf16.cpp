@@ -6,7 +6,7 @@ namespace looped {
 #if HAS_BF16
 namespace {
 
-constexpr int64_t LEAST_GROUP = 16;  // columns of a group of codes
+constexpr int64_t LEAST_GROUP = 32;  // columns of a group of codes
 constexpr int64_t BLOCK = 256;  // columns, whole groups, after which a tile lets the next tokens have the same weights
 
 // Codes as whole numbers in bf16, times a power of two that is missing in the scales (panels.h).
