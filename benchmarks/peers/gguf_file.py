@@ -51,9 +51,11 @@ def write_random_gguf(settings: dict[str, Any], file: Path, kind: str) -> None:
         blocks = random.integers(0, 256, (*shape, cols // length, num_bytes), dtype=numpy.uint8)
         factors = {
             "q4_0": [4e-3], "q8_0": [3e-4], "q3_k": [3e-4], "q4_k": [1e-4, 7.5e-4], "q5_k": [4e-5, 7.5e-4],
-            "q6_k": [1e-5], "iq4_xs": [1e-5], "mxfp4": [],
+            "q6_k": [1e-5], "iq4_xs": [1e-5], "mxfp4": [], "q2_k": [1e-3, 1.5e-3], "iq2_s": [4e-4],
+            "iq3_xxs": [1.5e-4], "iq3_s": [1.5e-4],
         }[kind]  # fmt: skip
-        scale = slice(-2, None) if kind in ("q3_k", "q6_k") else slice(0, 2 * len(factors))
+        head = 2 * len(factors)
+        scale = slice(-head, None) if kind in ("q2_k", "q3_k", "q6_k") else slice(head)
         blocks[..., scale] = numpy.array(factors, numpy.float16).view("u1")
         if kind == "mxfp4":
             blocks[..., 0] = 120  # 2^-7
@@ -105,6 +107,11 @@ def _type_of(kind: str, name: str, layer: int, num_layers: int) -> str:
     if kind == "q3_k_m":
         has_more = (is_value and layer < 2) or (is_down and layer < num_layers // 16)
         return "q5_k" if has_more else "q4_k" if is_value or is_down or name == "attn_output" else "q3_k"
+    if kind == "q2_k":
+        return "q3_k" if is_value or is_down or name == "attn_output" else kind
+    if kind == "iq3_xxs":
+        own = {"attn_q": "iq2_s", "attn_k": "iq2_s", "attn_v": "iq3_s", "attn_output": "iq3_s"}.get(name, kind)
+        return ("q4_k" if layer < eighth else "q3_k") if is_down else own
     return "q5_k" if kind == "iq4_xs" and is_down and layer < eighth else kind
 
 

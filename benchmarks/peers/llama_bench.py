@@ -157,9 +157,8 @@ def main() -> None:
     parser.add_argument("--llama-bench", type=Path, metavar="PATH")
     parser.add_argument("--ik-llama-bench", type=Path, metavar="PATH", help="llama-bench of ik_llama.cpp")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES)[:4])
-    parser.add_argument(
-        "--kinds", nargs="+", choices=("f16", "q8_0", "q4_0", "q3_k_m", "iq4_xs", "q4_k_m", "q5_k_m"), default=["q4_0"]
-    )
+    kinds = ("f16", "q8_0", "q4_0", "q2_k", "iq3_xxs", "q3_k_m", "iq4_xs", "q4_k_m", "q5_k_m")
+    parser.add_argument("--kinds", nargs="+", choices=kinds, default=["q4_0"])
     parser.add_argument("--depths", nargs="+", type=int, default=[])
     parser.add_argument("--repetitions", type=int, default=2, help="of each test, one for each turn of an engine")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

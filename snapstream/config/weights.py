@@ -16,19 +16,33 @@ from snapstream.config.values import DTYPE_BYTES, DType, check, check_choice
 QuantizedDType = Literal["int8", "int4"]
 # Those from uint4 on only as checkpoints have them.
 WeightDType = Literal[
-    "float32", "bfloat16", "float16", "int8", "int4", "uint4", "fp8", "mxfp4", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs"
-]
+    "float32", "bfloat16", "float16", "int8", "int4", "uint4", "fp8", "mxfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k",
+    "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "iq4_xs",
+]  # fmt: skip
 WeightsOption = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 ActivationOption = Literal["auto", "dtype", "int8"]
 PrefillInputs = Literal["bfloat16", "int8", "int16"]
 
 QUANTIZED_BITS: dict[str, int] = {
-    "int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4, "q3_k": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6, "iq4_xs": 4
+    "int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4, "q2_k": 2, "q3_k": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6,
+    "iq2_xxs": 4, "iq2_xs": 4, "iq2_s": 4, "iq3_xxs": 4, "iq3_s": 4, "iq4_xs": 4,
 }  # fmt: skip
-# K-quants of GGUF files, and IQ4_XS: numbers along the input that share a scale, an integer times a factor of a block.
-K_GROUPS = {"q3_k": 16, "q4_k": 32, "q5_k": 32, "q6_k": 16, "iq4_xs": 32}
+# K-quants and IQ types of GGUF files: numbers along the input that share a scale, an integer times a factor of a block.
+K_GROUPS = {
+    "q2_k": 16, "q3_k": 16, "q4_k": 32, "q5_k": 32, "q6_k": 16,
+    "iq2_xxs": 32, "iq2_xs": 16, "iq2_s": 16, "iq3_xxs": 32, "iq3_s": 32, "iq4_xs": 32,
+}  # fmt: skip
 K_BLOCK = 256
-IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_XS and IQ4_NL, by code
+# What codes of IQ types stand for, times a power of two. Files have those of two and three bits as places in a list of
+# vectors of eight or four magnitudes, and signs.
+IQ4_NUMBERS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL, too
+_IQ2_NUMBERS = (-43, -25, -8, 8, 25, 43)
+IQ_NUMBERS: dict[str, tuple[int, ...]] = {
+    "iq2_xxs": _IQ2_NUMBERS, "iq2_xs": _IQ2_NUMBERS, "iq2_s": _IQ2_NUMBERS, "iq4_xs": IQ4_NUMBERS,
+    "iq3_xxs": (-62, -52, -44, -36, -28, -20, -12, -4, 4, 12, 20, 28, 36, 44, 52, 62),
+    "iq3_s": (-15, -13, -11, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 11, 13, 15),
+}  # fmt: skip
+IQ_UNITS = {"iq2_xxs": 1 / 8, "iq2_xs": 1 / 8, "iq2_s": 1 / 8, "iq3_xxs": 1 / 4, "iq3_s": 1.0, "iq4_xs": 1.0}
 FP8_BLOCK = 128  # rows and columns of a block that share an fp32 scale
 SCALE_BYTES = 2  # fp16
 MXFP4_GROUP = 32  # numbers along the input that share a power of two
@@ -87,7 +101,7 @@ class WeightFormat:
     @property
     def has_minimums(self) -> bool:
         """Whether groups have a minimum as well as a scale."""
-        return self.dtype in ("uint4", "q4_k", "q5_k")
+        return self.dtype in ("uint4", "q2_k", "q4_k", "q5_k")
 
     @property
     def block(self) -> int:

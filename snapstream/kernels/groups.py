@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from snapstream.config.weights import IQ4_NUMBERS, WeightFormat
+from snapstream.config.weights import IQ_NUMBERS, IQ_UNITS, WeightFormat
 
 SCALE_DTYPE = torch.float16
 
@@ -86,14 +86,15 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 # K-quants of llama.cpp, with codes and scales in another order. A block of 256 numbers has an fp16 factor of its
 # scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, each times
-# its factor. A number is ``(code - offset) * scale + minimum``; codes of iq4_xs are places in a table.
-_K_OFFSETS = {"q3_k": 8, "q4_k": 0, "q5_k": 0, "q6_k": 32, "iq4_xs": 0}
-_K_CODES = {"q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
+# its factor. A number is ``(code - offset) * scale + minimum``; codes of IQ types are places in a table.
+_K_OFFSETS = {"q3_k": 8, "q6_k": 32}
+_K_CODES = {"q2_k": (0, 3), "q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
 
 
 def k_scales(scales: Tensor, form: WeightFormat) -> list[Tensor]:
     """Scales ``[..., in / group]`` fp32, and minimums if there are any, of ``scales [..., in / 256, n]`` uint8."""
     factors = scales[..., : form.factor_bytes].contiguous().view(SCALE_DTYPE).float()  # [..., blocks, 1 or 2]
+    factors *= IQ_UNITS.get(form.dtype, 1.0)
     own = scales[..., form.factor_bytes :].view(torch.int8).float().unflatten(-1, (factors.shape[-1], -1))
     return [line.flatten(-2) for line in (own * factors[..., None]).unbind(-2)]
 
@@ -101,9 +102,9 @@ def k_scales(scales: Tensor, form: WeightFormat) -> list[Tensor]:
 def k_numbers(codes: Tensor, form: WeightFormat) -> Tensor:
     """What is times the scale, fp32 ``[..., in]``, of ``codes [..., in * bits / 8]``."""
     places = unpack(codes, form.bits)
-    if form.dtype == "iq4_xs":
-        return torch.tensor(IQ4_NUMBERS, dtype=torch.float32, device=codes.device)[places.int()]
-    return places.float().sub_(_K_OFFSETS[form.dtype])
+    if form.dtype in IQ_NUMBERS:
+        return torch.tensor(IQ_NUMBERS[form.dtype], dtype=torch.float32, device=codes.device)[places.int()]
+    return places.float().sub_(_K_OFFSETS.get(form.dtype, 0))
 
 
 def dequantize_k(codes: Tensor, scales: Tensor, form: WeightFormat) -> Tensor:
@@ -118,25 +119,27 @@ def quantize_k(x: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     magnitude is the least code, both but for the rounding of scales to eight bits.
     """
     groups = x.float().unflatten(-1, (-1, form.group))
+    table = torch.tensor(IQ_NUMBERS.get(form.dtype, ()), dtype=torch.float32, device=x.device)
+    offset = _K_OFFSETS.get(form.dtype, 0)
     least, most = _K_CODES.get(form.dtype, (0, 0))
     if form.has_minimums:
         low, high = groups.aminmax(dim=-1)
         wanted = [over(high - low, most), low]
     else:
         largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-        wanted = [over(largest, least - _K_OFFSETS[form.dtype] if most else IQ4_NUMBERS[0])]
+        wanted = [over(largest, IQ_NUMBERS[form.dtype][0] if len(table) else least - offset)]
     blocks = torch.stack(wanted, -2).unflatten(-1, (-1, form.block // form.group)).movedim(-3, -2)
-    factors = over(blocks.abs().amax(-1), 127).to(SCALE_DTYPE)  # [..., blocks, 1 or 2]
-    divisor = torch.where(factors == 0, torch.inf, factors.float())[..., None]
+    unit = IQ_UNITS.get(form.dtype, 1.0)
+    factors = over(blocks.abs().amax(-1), 127 * unit).to(SCALE_DTYPE)  # [..., blocks, 1 or 2]
+    divisor = torch.where(factors == 0, torch.inf, factors.float() * unit)[..., None]
     own = (blocks / divisor).round_().clamp_(-127, 127).to(torch.int8)
     scales = torch.cat((factors.view(torch.uint8), own.flatten(-2).view(torch.uint8)), -1)
     lines = [line[..., None] for line in k_scales(scales, form)]
     numbers = (groups - lines[1] if form.has_minimums else groups) / torch.where(lines[0] == 0, torch.inf, lines[0])
-    if most:
-        codes = numbers.round_().add_(_K_OFFSETS[form.dtype]).clamp_(least, most)
-    else:
-        table = torch.tensor(IQ4_NUMBERS, dtype=torch.float32, device=x.device)
+    if len(table):
         codes = torch.bucketize(numbers.contiguous(), (table[1:] + table[:-1]) / 2)
+    else:
+        codes = numbers.round_().add_(offset).clamp_(least, most)
     return pack(codes.flatten(-2).to(torch.uint8), form.bits), scales
 
 
@@ -168,26 +171,39 @@ def quantize_mxfp4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes ``[..., in]``, one to a byte, as they are stored. Of five and six bits as panels have them
-    (``cpu/looped/panels.h``): the lower four of 32 or sixteen numbers, then the others.
+    """Unsigned codes ``[..., in]``, one to a byte, as they are stored. Of two, five and six bits as panels have them
+    (``cpu/looped/panels.h``): of five and six the lower four of 32 or sixteen numbers, then the others.
     """
+    if bits == 2:
+        return _interleave(codes.unflatten(-1, (-1, 4, 4)), 2).flatten(-2)
     if bits in (5, 6):
         quads = codes.unflatten(-1, (-1, 8 // (bits - 4), 4))  # [..., units, 8 or 4, 4]
-        low, high = quads & 15, quads >> 4
+        low = quads & 15
         halves = low[..., ::2, :] | low[..., 1::2, :] << 4
-        upper = sum(own << (bits - 4) * place for place, own in enumerate(high.unbind(-2)))
-        return torch.cat((halves, upper.unsqueeze(-2)), -2).flatten(-3)
+        return torch.cat((halves, _interleave(quads >> 4, bits - 4)[..., None, :]), -2).flatten(-3)
     return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def _interleave(lines: Tensor, bits: int) -> Tensor:
+    """Bytes ``[..., n]`` of ``lines [..., 8 / bits, n]``: the first in the lowest bits."""
+    return (lines << torch.arange(0, 8, bits, dtype=torch.uint8, device=lines.device)[:, None]).sum(-2).to(torch.uint8)
+
+
+def _lines(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of ``_interleave``."""
+    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)[:, None]
+    return packed.unsqueeze(-2) >> places & 2**bits - 1
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Unsigned codes ``[..., in]`` uint8, one to a byte."""
+    if bits == 2:
+        return _lines(packed.unflatten(-1, (-1, 4)), 2).flatten(-3)
     if bits in (5, 6):
         lines = packed.unflatten(-1, (-1, 4 // (bits - 4) + 1, 4))  # [..., units, 5 or 3, 4]
-        halves, upper = lines[..., :-1, :], lines[..., -1, :]
+        halves = lines[..., :-1, :]
         low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3, -2)  # [..., units, 8 or 4, 4]
-        high = torch.stack([upper >> place & 2 ** (bits - 4) - 1 for place in range(0, 8, bits - 4)], -2)
-        return (low | high << 4).flatten(-3)
+        return (low | _lines(lines[..., -1, :], bits - 4) << 4).flatten(-3)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
 
 

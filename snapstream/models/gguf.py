@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
-from snapstream.config.weights import IQ4_NUMBERS, K_GROUPS, stack_name
+from snapstream.config.weights import IQ4_NUMBERS, IQ_NUMBERS, IQ_UNITS, K_GROUPS, stack_name
 from snapstream.models.gguf_architectures import Model
 from snapstream.models.gguf_header import FLOATS, K_QUANTS, Tensor, first_file
 from snapstream.models.gguf_settings import ROPE_TABLES, open_model, settings_of
@@ -615,20 +615,28 @@ def _bits(data: np.ndarray[Any, Any], length: int, bits: int) -> np.ndarray[Any,
 
 
 def _k_blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """``blocks_of`` of K-quants, ``scales [..., blocks, bytes]`` uint8. What a block of 256 numbers has, in bytes:
+    """``blocks_of`` of K-quants and IQ types, ``scales [..., blocks, bytes]`` uint8. Bytes of a block of 256 numbers:
 
+    Q2_K    16 of scales and minimums, four bits each; 64 of two bits; factors of both
     Q3_K    32 of the third bits, not set where 4 is subtracted; 64 of two bits; 12 of scales plus 32; factor
     Q4_K    factors of scales and of minimums; 12 of both; 128 of four bits
     Q5_K    the same, and between them 32 of fifth bits
     Q6_K    128 of the lower four bits; 64 of the upper two; 16 scales; factor
     IQ4_XS  factor; 2 of upper bits of scales plus 32, 4 of their lower ones; 128 of four bits
+    others  factor; places of vectors, and signs; scales of four bits, in XXS the last of every eight or four bytes
     """
     import numpy
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     form = OWN[kind]
-    size = {"Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210, "IQ4_XS": 136}[kind]
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
-    if kind == "Q3_K":
+    if kind == "Q2_K":
+        scales, codes, factors = numpy.split(blocks, [16, 80], -1)
+        codes = _bits(codes, 32, 2)
+        minimums = -(scales >> 4).view(numpy.int8)
+        scales = numpy.concatenate((scales & 15, minimums.view(numpy.uint8)), -1)
+    elif kind == "Q3_K":
         third, codes, scales, factors = numpy.split(blocks, [32, 96, 108], -1)
         codes = _bits(codes, 32, 2) | _bits(third, 32, 1) << 2
         scales = (_bits(scales[..., :8], 8, 4) | _bits(scales[..., 8:], 4, 2) << 4) - numpy.uint8(32)
@@ -639,6 +647,21 @@ def _k_blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any,
         factors, high, scales, codes = numpy.split(blocks, [2, 4, 8], -1)
         scales = (_bits(scales, 1, 4) | _bits(high, 1, 2) << 4) - numpy.uint8(32)
         codes = _bits(codes, 16, 4)
+    elif form.dtype in IQ_NUMBERS:
+        factors = blocks[..., :2]
+        if kind.endswith("XXS"):
+            scales = (blocks[..., 9::8] if kind == "IQ2_XXS" else blocks[..., 69::4]) >> 4
+        else:
+            scales = _bits(blocks[..., -form.block // form.group // 2 :], 1, 4)
+        scales = 2 * scales + numpy.uint8(1)
+        blocks = blocks.copy()
+        blocks[..., :2] = numpy.ones(1, numpy.float16).view(numpy.uint8)  # so that numbers are whole but for the unit
+        numbers = numbers_of(blocks.reshape(data.shape), kind).reshape(*scales.shape, form.group)
+        numbers /= scales[..., None] * numpy.float32(IQ_UNITS[form.dtype])
+        places = numpy.zeros(256, numpy.uint8)
+        table = numpy.array(IQ_NUMBERS[form.dtype], numpy.int8)
+        places[table.view(numpy.uint8)] = numpy.arange(len(table))
+        codes = places[numbers.astype(numpy.int8).view(numpy.uint8)]
     else:
         factors, scales, high, codes = numpy.split(blocks, [4, 16, size - 128], -1)
         codes = _bits(codes, 32, 4) | (_bits(high, 32, 1) << 4 if kind == "Q5_K" else numpy.uint8(0))
@@ -667,9 +690,12 @@ def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any
     import numpy
 
     codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
-    if bits in (5, 6):
-        quads = codes.reshape(*codes.shape[:-2], -1, 8 // (bits - 4), 4)
-        places = numpy.arange(0, 8, bits - 4, dtype=numpy.uint8)[:, None]
+    if bits in (2, 5, 6):
+        high_bits = bits % 4
+        quads = codes.reshape(*codes.shape[:-2], -1, 8 // high_bits, 4)
+        places = numpy.arange(0, 8, high_bits, dtype=numpy.uint8)[:, None]
+        if bits == 2:
+            return numpy.bitwise_or.reduce(quads << places, -2)
         low, high = quads & 15, quads >> 4 << places
         halves = low[..., ::2, :] | low[..., 1::2, :] << 4
         return numpy.concatenate((halves, numpy.bitwise_or.reduce(high, -2, keepdims=True)), -2)

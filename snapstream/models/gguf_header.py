@@ -30,9 +30,7 @@ _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _TEXT, _ARRAY, _FLOAT = 8, 9, 6
 
 FLOATS: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-DEQUANTIZED = (
-    "Q5_1", "Q2_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"
-)  # fmt: skip
+DEQUANTIZED = ("Q5_1", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4")
 K_QUANTS = tuple(name.upper() for name in K_GROUPS)
 TYPES = (*FLOATS, "Q4_0", "Q4_1", "Q5_0", "Q8_0", "IQ4_NL", *K_QUANTS, *DEQUANTIZED)
 

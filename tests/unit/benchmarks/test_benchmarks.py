@@ -218,6 +218,8 @@ def test_quick_changes_what_is_not_given() -> None:
         ("tiny", "q4_0", {"q6_k"}),
         ("tiny", "q3_k_m", {"q3_k", "q4_k", "q5_k", "q6_k"}),
         ("tiny", "iq4_xs", {"iq4_xs", "q6_k"}),
+        ("tiny", "q2_k", {"q2_k", "q3_k", "q6_k"}),
+        ("tiny", "iq3_xxs", {"iq3_xxs", "iq2_s", "iq3_s", "q3_k", "q6_k"}),
         ("tiny-lfm2", "q4_0", {"q6_k"}),
         ("tiny-moe", "q4_k_m", {"q4_k", "q6_k"}),
     ],

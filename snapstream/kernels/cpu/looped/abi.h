@@ -19,7 +19,8 @@ constexpr bool has_gate(int64_t activation) { return activation < RELU2; }
 // Of matrices; I8, BF16 and I16 also of inputs, I16 of nothing else.
 enum Format : int64_t {
     F32 = 0, BF16 = 1, F16 = 2, FP8 = 3, I8 = 4, I4 = 5, MXFP4 = 6, U4 = 7, I16 = 8,
-    Q3K = 9, Q4K = 10, Q5K = 11, Q6K = 12, IQ4XS = 13,
+    Q3K = 9, Q4K = 10, Q5K = 11, Q6K = 12, IQ4XS = 13, Q2K = 14,
+    IQ2XXS = 15, IQ2XS = 16, IQ2S = 17, IQ3XXS = 18, IQ3S = 19,
 };
 
 struct Stack {  // matrices [layers, rows, cols], or one of them

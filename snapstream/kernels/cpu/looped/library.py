@@ -37,6 +37,12 @@ FORMATS = {
     "q5_k": 11,
     "q6_k": 12,
     "iq4_xs": 13,
+    "q2_k": 14,
+    "iq2_xxs": 15,
+    "iq2_xs": 16,
+    "iq2_s": 17,
+    "iq3_xxs": 18,
+    "iq3_s": 19,
 }  # as ``abi.h``
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3, "ungated_gelu": 4}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it

@@ -11,12 +11,13 @@
 //   five bits    32: the lower four bits as int4, eight columns after eight, then the fifth, byte b those of columns b,
 //                4 + b, ... from its lowest bit on
 //   six bits     sixteen, in the same way, two bits of each column in the last 32
+//   two bits     sixteen: byte b has column b in its lowest bits, then columns 4 + b, 8 + b and 12 + b
 //
 // so a vector of the weight holds rows, a token's number is broadcast, and no sum crosses lanes. Quantized columns come
 // in groups, each headed by the 32 scales in fp16: a number is (stored - offset) * scale, exact in fp32. MXFP4 lies as
 // int4, a code is a sign and one of eight magnitudes, and the scales are bytes, the exponents of powers of two. uint4
 // lies as int4; behind the scales are as many minimums, and a number is stored * scale + minimum. K-quants have 256
-// columns to a group, of which 16 or 32 share a scale: see Blocks.
+// columns to a group, of which 16 or 32 share a scale, and so have types whose codes are places in a table: see Blocks.
 //
 // Invariant: the sum of an output is taken over columns from first to last, in one chain of multiply-adds, whatever the
 // number of tokens, so products are batch-invariant.
@@ -110,6 +111,12 @@ struct Nibbles {
 struct SignedNibbles : Nibbles {
     static constexpr int OFFSET = 8;
 };
+struct Crumbs {
+    static constexpr int BITS = 2, COLS = 16, BYTES = 128, OFFSET = 0;
+    static constexpr bool IS_SPLIT = false;
+    static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
+    static INLINE bits four(bits own, int part) { return (own >> (2 * part)) & 0x03030303u; }
+};
 
 template <int HIGH, int OWN_OFFSET>  // HIGH: bits above the lower four
 struct SplitCodes {
@@ -151,33 +158,51 @@ INLINE bits look_up(const uint8_t* table, bits own) {
 #endif
 }
 
-struct NonLinear4 : Nibbles {  // a table's numbers, plus 128
-    static constexpr int OFFSET = 128;
-    static INLINE bits four(bits own, int part) { return look_up(NUMBERS, Nibbles::four(own, part)); }
+// What codes of four bits stand for: a number plus 128, times `unit`.
+struct Table {
+    alignas(16) uint8_t numbers[16];
+    float unit;
+};
+inline const Table& table_of(int64_t format) {
+    static constexpr Table TWO{{85, 103, 120, 136, 153, 171}, 1.0f / 8};
+    static constexpr Table THREE_XXS{{66, 76, 84, 92, 100, 108, 116, 124, 132, 140, 148, 156, 164, 172, 180, 190}, 1.0f / 4};
+    static constexpr Table THREE_S{{113, 115, 117, 119, 121, 123, 125, 127, 129, 131, 133, 135, 137, 139, 141, 143}, 1};
+    static constexpr Table FOUR{{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}, 1};
+    switch (format) {
+        case IQ3XXS: return THREE_XXS;
+        case IQ3S: return THREE_S;
+        case IQ4XS: return FOUR;
+        default: return TWO;
+    }
+}
 
-  private:
-    alignas(16) static constexpr uint8_t NUMBERS[] = {1,   24,  45,  63,  79,  93,  106, 118,
-                                                      129, 141, 153, 166, 181, 197, 217, 241};
+struct Places : Nibbles {  // in a table
+    static constexpr int OFFSET = 128;
+    explicit Places(const Stack& stack) : table(table_of(stack.format)) {}
+    INLINE bits four(bits own, int part) const { return look_up(table.numbers, Nibbles::four(own, part)); }
+    const Table& table;
 };
 
-// K-quants and IQ4_XS of GGUF files, with their own integers. The head of 256 columns has an fp16 factor of each row, with
+// K-quants and IQ types of GGUF files, with their own integers. The head of 256 columns has an fp16 factor of each row, with
 // MINIMUM a second one, and then a signed byte per row and OWN_GROUP columns, 32 rows after 32: times the first factor it
 // is their scale. As many bytes times the second factor are minimums: number = (stored - offset) * scale + minimum.
 template <class Own, int OWN_GROUP, bool MINIMUM>
 struct Blocks : Own {
+    using Own::Own;
     static constexpr int BLOCK = 256, GROUP = OWN_GROUP, SUBS = BLOCK / GROUP;
     static constexpr int FACTORS = 2 * PANEL * (1 + MINIMUM), HEAD = FACTORS + SUBS * PANEL * (1 + MINIMUM);
     static constexpr bool IS_QUICK = false, HAS_MINIMUM = MINIMUM;
     struct Line {
         vec factor, minimum;
     };
-    static INLINE Line factors(const char* head, int v) {
+    INLINE Line factors(const char* head, int v) const {
         const auto* own = reinterpret_cast<const uint16_t*>(head) + v * W;
         Line line{load_half(own), {}};
+        if constexpr (requires { this->table; }) line.factor *= this->table.unit;
         if constexpr (MINIMUM) line.minimum = load_half(own + PANEL);
         return line;
     }
-    static INLINE Line scale(const Line& factors, const char* head, int v, int sub) {
+    INLINE Line scale(const Line& factors, const char* head, int v, int sub) const {
         const auto times = [&](vec factor, int at) {
             return factor * __builtin_convertvector(load_bytes(head + FACTORS + at * PANEL + v * W), vec);
         };
@@ -185,20 +210,22 @@ struct Blocks : Own {
         if constexpr (MINIMUM) line.minimum = times(factors.minimum, SUBS + sub);
         return line;
     }
-    static INLINE Line scale(const char* head, int v, int sub) { return scale(factors(head, v), head, v, sub); }
+    INLINE Line scale(const char* head, int v, int sub) const { return scale(factors(head, v), head, v, sub); }
     template <class Unit>
-    static INLINE vec widen(const Unit& own, int c, Line line) {
-        const ints code = (ints)((Own::four(own, c / 4) >> (8 * (c % 4))) & 255u) - Own::OFFSET;
+    INLINE vec widen(const Unit& own, int c, Line line) const {
+        const ints code = (ints)((this->four(own, c / 4) >> (8 * (c % 4))) & 255u) - Own::OFFSET;
         const vec number = __builtin_convertvector(code, vec) * line.factor;
         if constexpr (MINIMUM) return number + line.minimum;
         else return number;
     }
 };
+using BlocksQ2 = Blocks<Crumbs, 16, true>;
 using BlocksQ3 = Blocks<SignedNibbles, 16, false>;
 using BlocksQ4 = Blocks<Nibbles, 32, true>;
 using BlocksQ5 = Blocks<SplitCodes<1, 0>, 32, true>;
 using BlocksQ6 = Blocks<SplitCodes<2, 32>, 16, false>;
-using BlocksIQ4 = Blocks<NonLinear4, 32, false>;
+using Places16 = Blocks<Places, 16, false>;
+using Places32 = Blocks<Places, 32, false>;
 
 // Into how many parts with a scale each the columns behind a head fall.
 template <class Form>
@@ -207,9 +234,14 @@ template <class Own, int GROUP, bool MINIMUM>
 constexpr int SUBS<Blocks<Own, GROUP, MINIMUM>> = Blocks<Own, GROUP, MINIMUM>::SUBS;
 
 template <class Form>
-INLINE auto scale_of(const char* head, int v, int sub) {
-    if constexpr (SUBS<Form> > 1) return Form::scale(head, v, sub);
-    else return Form::scale(head, v);
+INLINE Form form_of(const Stack& stack) {
+    if constexpr (std::is_constructible_v<Form, const Stack&>) return Form(stack);
+    else return {};
+}
+template <class Form>
+INLINE auto scale_of(const Form& form, const char* head, int v, int sub) {
+    if constexpr (SUBS<Form> > 1) return form.scale(head, v, sub);
+    else return form.scale(head, v);
 }
 
 // Its numbers are exact products of code and scale, rounded once where the minimum is added.
@@ -296,15 +328,16 @@ INLINE int64_t offset(const Stack& stack, int64_t col) {
 // Calls use(numbers, column) for vector v of rows of `cols` columns from `from` on.
 template <class Form, class Use>
 INLINE void for_units(const Stack& stack, const char* from, int64_t cols, int v, Use use) {
+    const auto form = form_of<Form>(stack);
     const int64_t group = std::min(group_cols<Form>(stack), cols);
     for (int64_t col = 0; col < cols;) {
         const char* head = from;
         from += Form::HEAD;
         for (int sub = 0; sub < SUBS<Form>; ++sub) {
-            const auto scale = scale_of<Form>(head, v, sub);
+            const auto scale = scale_of(form, head, v, sub);
             for (const int64_t end = col + group / SUBS<Form>; col < end; col += Form::COLS, from += Form::BYTES) {
                 const auto stored = Form::stored(from, v);
-                UNROLL for (int c = 0; c < Form::COLS; ++c) use(Form::widen(stored, c, scale), col + c);
+                UNROLL for (int c = 0; c < Form::COLS; ++c) use(form.widen(stored, c, scale), col + c);
             }
         }
     }
@@ -328,11 +361,13 @@ inline void copy_row(const Stack& table, int64_t row, float* out) {
         case I4: return copy_row<Codes<4>>(table, row, out);
         case MXFP4: return copy_row<Mxfp4>(table, row, out);
         case U4: return copy_row<Unsigned4>(table, row, out);
+        case Q2K: return copy_row<BlocksQ2>(table, row, out);
         case Q3K: return copy_row<BlocksQ3>(table, row, out);
         case Q4K: return copy_row<BlocksQ4>(table, row, out);
         case Q5K: return copy_row<BlocksQ5>(table, row, out);
         case Q6K: return copy_row<BlocksQ6>(table, row, out);
-        case IQ4XS: return copy_row<BlocksIQ4>(table, row, out);
+        case IQ2XS: case IQ2S: return copy_row<Places16>(table, row, out);
+        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return copy_row<Places32>(table, row, out);
         default: return copy_row<PlainF32>(table, row, out);
     }
 }
@@ -435,6 +470,7 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
     constexpr bool RELOADS = W == 8 && Form::COLS == 2 && T > 1 && (T + 2) * VECTORS > 12;  // for want of registers
     const auto place = [&](int i) { return weight + i / WIDE * fetch.apart; };
     const auto sum = [&](int t, int i) { return sums + (i / WIDE * T + t) * PANEL + (v + i % WIDE) * W; };
+    const auto form = form_of<Form>(stack);
     vec acc[T][VECTORS];
     UNROLL for (int t = 0; t < T; ++t)
         UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] = load(sum(t, i));
@@ -443,9 +479,9 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
         const char* head = weight;
         weight += Form::HEAD;
         for (int sub = 0; sub < SUBS<Form>; ++sub, left -= group) {
-            decltype(scale_of<Form>(weight, 0, 0)) scales[VECTORS];
+            decltype(scale_of(form, weight, 0, 0)) scales[VECTORS];
             UNROLL for (int i = 0; i < VECTORS; ++i)
-                scales[i] = scale_of<Form>(head + i / WIDE * fetch.apart, v + i % WIDE, sub);
+                scales[i] = scale_of(form, head + i / WIDE * fetch.apart, v + i % WIDE, sub);
             for (int64_t unit = 0; unit < group / Form::COLS; ++unit) {
                 decltype(Form::stored(weight, 0)) stored[VECTORS];
                 UNROLL for (int c = 0; c < Form::COLS; ++c) {
@@ -455,7 +491,7 @@ void tile(const Stack& stack, const char* weight, const float* x, int64_t cols, 
                     vec w[VECTORS];
                     UNROLL for (int i = 0; i < VECTORS; ++i)
                         if constexpr (RELOADS) w[i] = Form::widen_without_mask(stored[i], c);
-                        else w[i] = Form::widen(stored[i], c, scales[i]);
+                        else w[i] = form.widen(stored[i], c, scales[i]);
                     UNROLL for (int t = 0; t < T; ++t) {
                         const vec own = all(x[c * T + t]);
                         UNROLL for (int i = 0; i < VECTORS; ++i) acc[t][i] += w[i] * own;
@@ -577,11 +613,13 @@ inline Products products_of(int64_t format) {
         case I4: return {panel_product<Codes<4>>, pair_product<Codes<4>>};
         case MXFP4: return {panel_product<Mxfp4>, pair_product<Mxfp4>};
         case U4: return {panel_product<Unsigned4>, pair_product<Unsigned4>};
+        case Q2K: return {panel_product<BlocksQ2>, pair_product<BlocksQ2>};
         case Q3K: return {panel_product<BlocksQ3>, pair_product<BlocksQ3>};
         case Q4K: return {panel_product<BlocksQ4>, pair_product<BlocksQ4>};
         case Q5K: return {panel_product<BlocksQ5>, pair_product<BlocksQ5>};
         case Q6K: return {panel_product<BlocksQ6>, pair_product<BlocksQ6>};
-        case IQ4XS: return {panel_product<BlocksIQ4>, pair_product<BlocksIQ4>};
+        case IQ2XS: case IQ2S: return {panel_product<Places16>, pair_product<Places16>};
+        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return {panel_product<Places32>, pair_product<Places32>};
         default: return {panel_product<PlainF32>, pair_product<PlainF32>};
     }
 }

@@ -97,7 +97,7 @@ class PackedCodes {
             case MXFP4: return Mxfp4::ZERO;
             case Q3K: return BlocksQ3::OFFSET;
             case Q6K: return BlocksQ6::OFFSET;
-            case IQ4XS: return BlocksIQ4::OFFSET;
+            case IQ2XXS: case IQ2XS: case IQ2S: case IQ3XXS: case IQ3S: case IQ4XS: return Places::OFFSET;
             default: return 0;
         }
     }

@@ -20,6 +20,7 @@ constexpr int64_t CODE_BLOCK = 512;  // columns after which a tile lets the next
 // columns; 0: those of the matrix.
 template <class Form>
 struct Quads {
+    explicit Quads(const Stack&) {}
     static constexpr int COUNT = 8 / Form::BITS, GROUP = 0;
     static constexpr bool IS_SPLIT = false;
     static INLINE bits of(bits unit, int part) {
@@ -42,18 +43,22 @@ struct Quads {
 template <class Own, int OWN_GROUP, bool MINIMUM>
 struct Quads<Blocks<Own, OWN_GROUP, MINIMUM>> {
     using Form = Blocks<Own, OWN_GROUP, MINIMUM>;
+    explicit Quads(const Stack& stack) : form(form_of<Form>(stack)) {}
     static constexpr int COUNT = Form::COLS / 4, GROUP = OWN_GROUP;
     static constexpr bool IS_SPLIT = Own::IS_SPLIT;
     template <class Unit>
-    static INLINE bits of(const Unit& unit, int part) { return Form::four(unit, part); }
+    INLINE bits of(const Unit& unit, int part) const { return form.four(unit, part); }
     using Factors = typename Form::Line;
-    static INLINE Factors factors(const char* head, int v) { return Form::factors(head, v); }
-    static INLINE vec scale(const Factors& own, const char* head, int v, int sub) {
-        return Form::scale(own, head, v, sub).factor;
+    INLINE Factors factors(const char* head, int v) const { return form.factors(head, v); }
+    INLINE vec scale(const Factors& own, const char* head, int v, int sub) const {
+        return form.scale(own, head, v, sub).factor;
     }
-    static INLINE vec minimum(const Factors& own, const char* head, int v, int sub) {
-        return Form::scale(own, head, v, sub).minimum;
+    INLINE vec minimum(const Factors& own, const char* head, int v, int sub) const {
+        return form.scale(own, head, v, sub).minimum;
     }
+
+  private:
+    Form form;
 };
 
 // What is made of a block of columns for many tokens: COLUMNS to a unit, with scales in fp32 and minimums behind them.
@@ -65,6 +70,7 @@ struct Widened {
 };
 template <int COLUMNS, int OWN_GROUP, bool MINIMUM>
 struct Quads<Widened<COLUMNS, OWN_GROUP, MINIMUM>> {
+    explicit Quads(const Stack&) {}
     static constexpr int COUNT = 1, GROUP = OWN_GROUP;
     static constexpr bool IS_SPLIT = false;
     static INLINE bits of(bits unit, int) { return unit; }
@@ -89,6 +95,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     constexpr int AT_ONCE = W == 16 ? 1 : UNITS;
     // Whether four columns, which take six operations to put together, are kept for both passes.
     constexpr bool KEEPS = Quads<Form>::IS_SPLIT && Dot::PASSES > 1 && (T + 2) * VECTORS + 2 <= (W == 16 ? 32 : 16);
+    const Quads<Form> form(stack);
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     sums += v * W, weight += v * W * 4;  // of the first vector: further ones lie at distances that are constants
     const int64_t group = GROUP ? GROUP : stack.group;
@@ -97,7 +104,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
         const char* head = weight - v * W * 4;
         weight += Form::HEAD;
         typename Quads<Form>::Factors factors[VECTORS];
-        UNROLL for (int i = 0; i < VECTORS; ++i) factors[i] = Quads<Form>::factors(lies(head, i), v + i % WIDE);
+        UNROLL for (int i = 0; i < VECTORS; ++i) factors[i] = form.factors(lies(head, i), v + i % WIDE);
         for (int sub = 0; sub < SUBS<Form>; ++sub, left -= group) {
             const int32_t* codes = x + 2 * T;
             ints acc[T][VECTORS];
@@ -113,7 +120,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                         bits quads[VECTORS];
                         if constexpr (KEEPS)
                             UNROLL for (int i = 0; i < VECTORS; ++i)
-                                quads[i] = Quads<Form>::of(Form::stored(lies(weight, i), i % WIDE), part);
+                                quads[i] = form.of(Form::stored(lies(weight, i), i % WIDE), part);
                         UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
                             bits four[VECTORS];
                             const char* from = weight;  // hidden: loaded again, as no registers could keep them
@@ -121,7 +128,7 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                             UNROLL for (int i = 0; i < VECTORS; ++i) {
                                 if constexpr (!KEEPS) {
                                     const auto stored = Form::stored(lies(from, i), i % WIDE);
-                                    four[i] = Dot::pass(Quads<Form>::of(stored, part), pass);
+                                    four[i] = Dot::pass(form.of(stored, part), pass);
                                 } else {
                                     four[i] = Dot::pass(quads[i], pass);
                                 }
@@ -143,8 +150,8 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
             vec scales[VECTORS], minimums[VECTORS];
             UNROLL for (int i = 0; i < VECTORS; ++i) {
                 const char* own = lies(head, i);
-                scales[i] = Quads<Form>::scale(factors[i], own, v + i % WIDE, sub);
-                if constexpr (Form::HAS_MINIMUM) minimums[i] = Quads<Form>::minimum(factors[i], own, v + i % WIDE, sub);
+                scales[i] = form.scale(factors[i], own, v + i % WIDE, sub);
+                if constexpr (Form::HAS_MINIMUM) minimums[i] = form.minimum(factors[i], own, v + i % WIDE, sub);
             }
             const auto* numbers = reinterpret_cast<const float*>(x);
             float* lines = sums;  // hidden: they would be kept on the stack, and stored twice
@@ -182,15 +189,16 @@ INLINE CodeTile code_tile_of(int64_t tokens, std::integer_sequence<int, T...>) {
 
 // `cols` columns of blocks as bytes.
 template <class Form>
-INLINE void widen_blocks(const char* from, int64_t cols, char* to) {
+INLINE void widen_blocks(const Stack& stack, const char* from, int64_t cols, char* to) {
     using Wide = Bytes<Form>;
+    const auto form = form_of<Form>(stack);
     for (; cols > 0; cols -= Form::BLOCK) {
         const char* head = from;
         from += Form::HEAD;
         for (int sub = 0; sub < Form::SUBS; ++sub) {
             auto* scales = reinterpret_cast<float*>(to);
             for (int v = 0; v < VECS; ++v) {
-                const auto line = Form::scale(head, v, sub);
+                const auto line = form.scale(head, v, sub);
                 store(scales + v * W, line.factor);
                 if constexpr (Form::HAS_MINIMUM) store(scales + PANEL + v * W, line.minimum);
             }
@@ -199,7 +207,7 @@ INLINE void widen_blocks(const char* from, int64_t cols, char* to) {
                 for (int v = 0; v < VECS; ++v) {
                     const auto own = Form::stored(from, v);
                     UNROLL for (int part = 0; part < Form::COLS / 4; ++part) {
-                        const bits four = Form::four(own, part);
+                        const bits four = form.four(own, part);
                         std::memcpy(to + part * Wide::BYTES + v * W * 4, &four, sizeof four);
                     }
                 }
@@ -226,7 +234,7 @@ void code_panel(const Stack& stack, const char* panel, const float* x, const Gro
         const int64_t count = std::min(block, stack.cols - first), units = count / Used::COLS;
         const char *weight = panel + offset<Form>(stack, first), *used = weight;
         const char* next = panel + offset<Form>(stack, first + count);
-        if constexpr (WIDENS) widen_blocks<Form>(weight, count, bytes), used = bytes;
+        if constexpr (WIDENS) widen_blocks<Form>(stack, weight, count, bytes), used = bytes;
         for (int64_t group = 0; group < groups.count; ++group) {
             const int64_t begin = groups.begin(group), size = groups.size(group);
             const CodeTile own = code_tile_of<Used, Dot>(size, UpToMost{});
@@ -356,7 +364,7 @@ Stack panel_of_codes() {
 }
 
 struct Way {  // to sum
-    Products int8, int4, uint4, mxfp4, q3, q4, q5, q6, iq4;
+    Products int8, int4, uint4, mxfp4, q2, q3, q4, q5, q6, places16, places32;
     Product of_bf16, of_f16, of_fp8;  // in int16
     int words8, words4;  // of four codes of a token
 };
@@ -370,11 +378,13 @@ Way way() {
             products<Codes<4>, Dot4>(),
             products<Unsigned4, Dot4>(),
             products<Mxfp4, Dot8>(),
+            products<BlocksQ2, Dot4, Bytes<BlocksQ2>>(),
             products<BlocksQ3, Dot4, Bytes<BlocksQ3>>(),
             products<BlocksQ4, Dot4, Bytes<BlocksQ4>>(),
             products<BlocksQ5, Dot8, Bytes<BlocksQ5>>(),
             products<BlocksQ6, Dot8, Bytes<BlocksQ6>>(),
-            products<BlocksIQ4, Dot8, Bytes<BlocksIQ4>>(),
+            products<Places16, Dot8, Bytes<Places16>>(),
+            products<Places32, Dot8, Bytes<Places32>>(),
             short_panel<PairsBF16, Dot16>,
             short_panel<HalfF16, Dot16>,
             short_panel<void, Dot16>,
@@ -435,17 +445,19 @@ Products code_products(int64_t format) {
         case I8: return own.int8;
         case I4: return own.int4;
         case MXFP4: return own.mxfp4;
+        case Q2K: return own.q2;
         case Q3K: return own.q3;
         case Q4K: return own.q4;
         case Q5K: return own.q5;
         case Q6K: return own.q6;
-        case IQ4XS: return own.iq4;
+        case IQ2XS: case IQ2S: return own.places16;
+        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return own.places32;
         default: return own.uint4;
     }
 }
 
 int64_t words_of_four(int64_t format) {
-    const bool has_nibbles = format == I4 || format == U4 || format == Q3K || format == Q4K;
+    const bool has_nibbles = format == I4 || format == U4 || format == Q2K || format == Q3K || format == Q4K;
     return has_nibbles ? choice().way().words4 : choice().way().words8;
 }
 
