@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
 from snapstream.config.weights import IQ4_NUMBERS, IQ_NUMBERS, IQ_UNITS, K_GROUPS, stack_name
 from snapstream.models.gguf_architectures import Model
-from snapstream.models.gguf_header import FLOATS, K_QUANTS, Tensor, first_file
+from snapstream.models.gguf_header import FLOATS, Tensor, first_file
 from snapstream.models.gguf_settings import ROPE_TABLES, open_model, settings_of
 
 if TYPE_CHECKING:
@@ -436,6 +436,7 @@ def _orders(model: Model) -> dict[str, tuple[Order, Order]]:
 
 
 _ROWS_AT_A_TIME = 2**20  # numbers that are dequantized at once
+_BYTES_AT_A_TIME = 2**17  # of blocks whose integers are taken apart at once
 
 
 class Shard:
@@ -480,16 +481,24 @@ class Shard:
         if view.part == "numbers":
             numbers = _widened(numbers_of(data, kind)) if view.dtype == "F32" else numbers_of(data, kind)
             return numbers if view.columns is None else numbers[..., view.columns]
+        rows = data.reshape(-1, data.shape[-1])
+        step = max(_BYTES_AT_A_TIME // rows.shape[1], 1)
+        parts = [self._integers(view, rows[start : start + step], kind) for start in range(0, len(rows), step)]
+        return numpy.concatenate(parts).reshape(*data.shape[:-1], *parts[0].shape[1:])
+
+    def _integers(self, view: View, rows: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+        """Scales or codes of ``rows [n, bytes]``, few enough to stay in a cache."""
+        import numpy
+
         assert view.form is not None
-        scales, values = blocks_of(data, kind)
-        if OWN[kind].is_k_quant and view.form.is_uint4:
-            scales = in_groups(scales)
+        order: Any = slice(None)
         if view.columns is not None:  # whole groups change their places
             order = numpy.array(view.columns)[:: view.form.group] // view.form.group
-            scales, values = scales[..., order], values[..., order, :]
         if view.part == "scales":
-            return scales
-        return packed_codes(values, view.form.bits).reshape(*data.shape[:-1], -1).view(numpy.int32)
+            scales = scales_of(rows, kind)
+            return (in_groups(scales) if OWN[kind].is_k_quant and view.form.is_uint4 else scales)[:, order]
+        values = values_of(rows, kind)[:, order]
+        return packed_codes(values, view.form.bits).reshape(len(rows), -1).view(numpy.int32)
 
     def _bytes(self, tensor: Tensor) -> np.ndarray[Any, Any]:
         """Of a tensor, row by row."""
@@ -579,99 +588,111 @@ def _widened(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers.astype(numpy.float32, copy=False)
 
 
-def blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Scales ``[..., n]`` and whole numbers ``[..., n, group]`` int8 of rows of n groups, as formats of
-    ``kernels/groups.py`` have them. Numbers begin at the one that is code 0: of Q4_1 at -8.
+def scales_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Scales of rows of bytes as formats of ``kernels/groups.py`` have them: ``[..., n]`` of n groups, of K-quants and
+    IQ types ``[..., n, bytes]`` uint8 of n blocks of 256 numbers.
     """
     import numpy
 
-    if kind in K_QUANTS:
-        return _k_blocks_of(data, kind)
-    size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "IQ4_NL": 18, "Q5_0": 22}[kind]
-    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
-    has_minimum = kind == "Q4_1"
-    heads = numpy.ascontiguousarray(blocks[..., : 4 if has_minimum else 2])
-    scales: np.ndarray[Any, Any] = heads.view(numpy.int32 if has_minimum else numpy.float16)[..., 0]
-    rest = blocks[..., 2:]
-    if kind == "Q8_0":
-        return scales, rest.view(numpy.int8)
-    nibbles = rest[..., -16:]  # the first half of the numbers in the low halves of the bytes
-    codes = numpy.concatenate((nibbles & 15, nibbles >> 4), -1)
-    if kind == "IQ4_NL":
-        return scales, numpy.array(IQ4_NUMBERS, dtype=numpy.int8)[codes]
-    if kind == "Q5_0":
-        high = numpy.unpackbits(rest[..., :4], axis=-1, bitorder="little")
-        return scales, (codes | high << 4).astype(numpy.int8) - numpy.int8(16)
-    return scales, codes.astype(numpy.int8) - numpy.int8(8)
+    blocks, form = _blocks(data, kind), OWN[kind]
+    if not form.is_k_quant:
+        heads = numpy.ascontiguousarray(blocks[..., : form.scale_bytes])
+        found: np.ndarray[Any, Any] = heads.view(numpy.int32 if form.is_uint4 else numpy.float16)[..., 0]
+        return found
+    factors = blocks[..., : form.factor_bytes]
+    match kind:
+        case "Q2_K":
+            own, factors = blocks[..., :16], blocks[..., 80:]
+            scales = numpy.concatenate((own & 15, _negative(own >> 4)), -1)
+        case "Q3_K":
+            factors = blocks[..., 108:]
+            scales = (_bits(blocks[..., 96:104], 8, 4) | _bits(blocks[..., 104:108], 4, 2) << 4) - numpy.uint8(32)
+        case "Q4_K" | "Q5_K":  # of groups 0 to 3: scales, minimums; of the others both
+            first, second, last = numpy.split(blocks[..., 4:16], 3, -1)
+            minimums = numpy.concatenate((second & 63, last >> 4 | second >> 6 << 4), -1)
+            scales = numpy.concatenate((first & 63, last & 15 | first >> 6 << 4, _negative(minimums)), -1)
+        case "Q6_K":
+            scales, factors = blocks[..., 192:208], blocks[..., 208:]
+        case "IQ4_XS":
+            scales = (_bits(blocks[..., 4:8], 1, 4) | _bits(blocks[..., 2:4], 1, 2) << 4) - numpy.uint8(32)
+        case "IQ2_XXS" | "IQ3_XXS":  # the last four bits of every eight, or four, bytes
+            scales = ((blocks[..., 9::8] if kind == "IQ2_XXS" else blocks[..., 69::4]) >> 4) * 2 + numpy.uint8(1)
+        case _:
+            scales = _bits(blocks[..., -form.block // form.group // 2 :], 1, 4) * 2 + numpy.uint8(1)
+    return numpy.concatenate((factors, scales), -1)
+
+
+def values_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Whole numbers ``[..., n, group]`` int8 of rows of n groups. The least is code 0: of Q4_1 -8."""
+    import numpy
+
+    blocks, form = _blocks(data, kind), OWN[kind]
+    least = 4 if kind == "Q3_K" else 16 if kind == "Q5_0" else 2 ** (form.bits - 1)
+    match kind:
+        case "Q8_0":
+            values: np.ndarray[Any, Any] = blocks[..., 2:].view(numpy.int8)
+            return values
+        case "Q4_0" | "Q4_1":
+            codes = _bits(blocks[..., -16:], 16, 4)
+        case "Q5_0":
+            codes = _bits(blocks[..., 6:], 16, 4) | _bits(blocks[..., 2:6], 1, 1) << 4
+        case "IQ4_NL":
+            return numpy.array(IQ4_NUMBERS, dtype=numpy.int8)[_bits(blocks[..., 2:], 16, 4)]
+        case "Q2_K":
+            codes = _bits(blocks[..., 16:80], 32, 2)
+        case "Q3_K":  # a third bit is not set where 4 is subtracted
+            codes = _bits(blocks[..., 32:96], 32, 2) | _bits(blocks[..., :32], 32, 1) << 2
+        case "Q4_K":
+            codes = _bits(blocks[..., 16:], 32, 4)
+        case "Q5_K":
+            codes = _bits(blocks[..., 48:], 32, 4) | _bits(blocks[..., 16:48], 32, 1) << 4
+        case "Q6_K":
+            codes = _bits(blocks[..., :128], 64, 4) | _bits(blocks[..., 128:192], 32, 2) << 4
+        case "IQ4_XS":
+            codes = _bits(blocks[..., 8:], 16, 4)
+        case _:
+            codes = _places(blocks, kind)
+    return codes.reshape(*data.shape[:-1], -1, form.group).view(numpy.int8) - numpy.int8(least)
+
+
+def _places(blocks: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Codes of an IQ type of two or three bits: numbers of its reference, divided by their scales."""
+    import numpy
+
+    form, plain = OWN[kind], blocks.copy()
+    plain[..., :2] = numpy.ones(1, numpy.float16).view(numpy.uint8)
+    scales = scales_of(plain, kind)[..., 0, form.factor_bytes :] * numpy.float32(IQ_UNITS[form.dtype])
+    numbers = numbers_of(plain, kind).reshape(*scales.shape, form.group) / scales[..., None]
+    places, table = numpy.zeros(256, numpy.uint8), numpy.array(IQ_NUMBERS[form.dtype], numpy.int8)
+    places[table.view(numpy.uint8)] = numpy.arange(len(table))
+    return places[numbers.astype(numpy.int8).view(numpy.uint8)]
+
+
+def _blocks(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """Rows of bytes as blocks ``[..., n, bytes]``."""
+    import numpy
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    return numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
 
 
 def _bits(data: np.ndarray[Any, Any], length: int, bits: int) -> np.ndarray[Any, Any]:
     """Numbers of so many bits ``[..., n]``, those of the lowest bits of ``length`` bytes before those of the next."""
     import numpy
 
-    runs = data.reshape(*data.shape[:-1], -1, 1, length)
-    places = numpy.arange(0, 8, bits, dtype=numpy.uint8)[:, None]
-    return (runs >> places & numpy.uint8(2**bits - 1)).reshape(*data.shape[:-1], -1)
+    runs = data.reshape(*data.shape[:-1], -1, length)
+    found = numpy.empty((*runs.shape[:-1], 8 // bits, length), numpy.uint8)
+    for index in range(8 // bits):
+        found[..., index, :] = runs >> numpy.uint8(index * bits) & numpy.uint8(2**bits - 1)
+    return found.reshape(*data.shape[:-1], -1)
 
 
-def _k_blocks_of(data: np.ndarray[Any, Any], kind: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """``blocks_of`` of K-quants and IQ types, ``scales [..., blocks, bytes]`` uint8. Bytes of a block of 256 numbers:
-
-    Q2_K    16 of scales and minimums, four bits each; 64 of two bits; factors of both
-    Q3_K    32 of the third bits, not set where 4 is subtracted; 64 of two bits; 12 of scales plus 32; factor
-    Q4_K    factors of scales and of minimums; 12 of both; 128 of four bits
-    Q5_K    the same, and between them 32 of fifth bits
-    Q6_K    128 of the lower four bits; 64 of the upper two; 16 scales; factor
-    IQ4_XS  factor; 2 of upper bits of scales plus 32, 4 of their lower ones; 128 of four bits
-    others  factor; places of vectors, and signs; scales of four bits, in XXS the last of every eight or four bytes
-    """
+def _negative(minimums: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Bytes of what is subtracted, as what is added."""
     import numpy
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    form = OWN[kind]
-    size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
-    blocks = numpy.ascontiguousarray(data).reshape(*data.shape[:-1], -1, size)
-    if kind == "Q2_K":
-        scales, codes, factors = numpy.split(blocks, [16, 80], -1)
-        codes = _bits(codes, 32, 2)
-        minimums = -(scales >> 4).view(numpy.int8)
-        scales = numpy.concatenate((scales & 15, minimums.view(numpy.uint8)), -1)
-    elif kind == "Q3_K":
-        third, codes, scales, factors = numpy.split(blocks, [32, 96, 108], -1)
-        codes = _bits(codes, 32, 2) | _bits(third, 32, 1) << 2
-        scales = (_bits(scales[..., :8], 8, 4) | _bits(scales[..., 8:], 4, 2) << 4) - numpy.uint8(32)
-    elif kind == "Q6_K":
-        codes, high, scales, factors = numpy.split(blocks, [128, 192, 208], -1)
-        codes = _bits(codes, 64, 4) | _bits(high, 32, 2) << 4
-    elif kind == "IQ4_XS":
-        factors, high, scales, codes = numpy.split(blocks, [2, 4, 8], -1)
-        scales = (_bits(scales, 1, 4) | _bits(high, 1, 2) << 4) - numpy.uint8(32)
-        codes = _bits(codes, 16, 4)
-    elif form.dtype in IQ_NUMBERS:
-        factors = blocks[..., :2]
-        if kind.endswith("XXS"):
-            scales = (blocks[..., 9::8] if kind == "IQ2_XXS" else blocks[..., 69::4]) >> 4
-        else:
-            scales = _bits(blocks[..., -form.block // form.group // 2 :], 1, 4)
-        scales = 2 * scales + numpy.uint8(1)
-        blocks = blocks.copy()
-        blocks[..., :2] = numpy.ones(1, numpy.float16).view(numpy.uint8)  # so that numbers are whole but for the unit
-        numbers = numbers_of(blocks.reshape(data.shape), kind).reshape(*scales.shape, form.group)
-        numbers /= scales[..., None] * numpy.float32(IQ_UNITS[form.dtype])
-        places = numpy.zeros(256, numpy.uint8)
-        table = numpy.array(IQ_NUMBERS[form.dtype], numpy.int8)
-        places[table.view(numpy.uint8)] = numpy.arange(len(table))
-        codes = places[numbers.astype(numpy.int8).view(numpy.uint8)]
-    else:
-        factors, scales, high, codes = numpy.split(blocks, [4, 16, size - 128], -1)
-        codes = _bits(codes, 32, 4) | (_bits(high, 32, 1) << 4 if kind == "Q5_K" else numpy.uint8(0))
-        first, second, last = numpy.split(scales, 3, -1)  # of groups 0 to 3: scales, minimums; of the others both
-        of_scales = numpy.concatenate((first & 63, last & 15 | first >> 6 << 4), -1)
-        minimums = numpy.concatenate((second & 63, last >> 4 | second >> 6 << 4), -1)
-        scales = numpy.concatenate((of_scales, -minimums.view(numpy.int8).view(numpy.uint8)), -1)  # are subtracted
-    values = codes.reshape(*data.shape[:-1], -1, form.group).view(numpy.int8)
-    least = 4 if kind == "Q3_K" else 2 ** (form.bits - 1)
-    return numpy.concatenate((factors, scales), -1), values - numpy.int8(least)
+    return (-minimums.view(numpy.int8)).view(numpy.uint8)
 
 
 def in_groups(scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -692,11 +713,18 @@ def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any
     codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
     if bits in (2, 5, 6):
         high_bits = bits % 4
-        quads = codes.reshape(*codes.shape[:-2], -1, 8 // high_bits, 4)
-        places = numpy.arange(0, 8, high_bits, dtype=numpy.uint8)[:, None]
+        fours = numpy.ascontiguousarray(codes).view(numpy.uint32).reshape(*codes.shape[:-2], -1, 8 // high_bits)
+        each = numpy.uint32(0x01010101)  # a byte of a number of 32 bits
+        high = fours >> numpy.uint32(bits - high_bits) & each * numpy.uint32(2**high_bits - 1)
+        joined = [high[..., index] << numpy.uint32(high_bits * index) for index in range(high.shape[-1])]
+        upper = numpy.bitwise_or.reduce(joined)
         if bits == 2:
-            return numpy.bitwise_or.reduce(quads << places, -2)
-        low, high = quads & 15, quads >> 4 << places
-        halves = low[..., ::2, :] | low[..., 1::2, :] << 4
-        return numpy.concatenate((halves, numpy.bitwise_or.reduce(high, -2, keepdims=True)), -2)
-    return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
+            return upper.view(numpy.uint8)
+        low = fours & each * numpy.uint32(15)
+        return numpy.concatenate((low[..., ::2] | low[..., 1::2] << numpy.uint32(4), upper[..., None]), -1).view(
+            numpy.uint8
+        )
+    if bits == 8:
+        return codes
+    both = numpy.ascontiguousarray(codes).view(numpy.uint16)  # little-endian: the first in the lower byte
+    return (both & 15 | both >> 4).astype(numpy.uint8)

@@ -10,7 +10,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -81,7 +81,9 @@ class Header:
             raise ValueError(f"{self.file}: {name} is {described(found)}; it must be an array of {_what(text)}")
         with _mapped(self.file) as reader:
             reader.at = found.start
-            return [reader.text() if text else reader.number(found.kind) for _ in range(found.count)]
+            if text:
+                return [reader.decoded(*span) for span in reader.texts(found.count)]
+            return [reader.number(found.kind) for _ in range(found.count)]
 
 
 def _what(text: bool) -> str:
@@ -113,22 +115,29 @@ class _Reader:
         if count * size > len(self.data) - self.at:
             raise ValueError(f"{self.file} is truncated: {what} has {count:,} entries")
 
-    def size_of_text(self) -> int:
-        size: int = self.unpack("<Q")
-        if size > min(len(self.data) - self.at, MAX_TEXT_BYTES):
-            raise ValueError(
-                f"{self.file}: a text of the header has {size:,} bytes; {len(self.data) - self.at:,} are left, and the "
-                f"limit is {MAX_TEXT_BYTES:,}"
-            )
-        return size
+    def texts(self, count: int) -> Iterator[tuple[int, int]]:
+        """Where each of ``count`` texts begins and ends; this passes them."""
+        length = len(self.data)
+        for _ in range(count):
+            size: int = self.unpack("<Q")
+            begin = self.at
+            if size > min(length - begin, MAX_TEXT_BYTES):
+                raise ValueError(
+                    f"{self.file}: a text of the header has {size:,} bytes; {length - begin:,} are left, and the "
+                    f"limit is {MAX_TEXT_BYTES:,}"
+                )
+            self.at = begin + size
+            yield begin, self.at
+
+    def decoded(self, begin: int, end: int) -> str:
+        try:
+            return self.data[begin:end].decode("utf-8")
+        except UnicodeDecodeError:
+            raise ValueError(f"{self.file}: a text at byte {begin:,} of the header is not UTF-8") from None
 
     def text(self) -> str:
-        size = self.size_of_text()
-        start, self.at = self.at, self.at + size
-        try:
-            return self.data[start : self.at].decode("utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.file}: a text at byte {start:,} of the header is not UTF-8") from None
+        (span,) = self.texts(1)
+        return self.decoded(*span)
 
     def value(self, name: str) -> Any:
         kind = self.unpack("<I")
@@ -140,9 +149,8 @@ class _Reader:
         if kind == _TEXT:
             self.skip(count, 8, name)
             array = Array(kind, count, self.at)
-            for _ in range(count):
-                size = self.size_of_text()
-                self.at += size
+            for _ in self.texts(count):
+                pass
         else:
             size = struct.calcsize(_NUMBERS[self._known(kind, name)])
             self.skip(count, size, name)

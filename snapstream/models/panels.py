@@ -91,7 +91,7 @@ class PanelMatrix(Matrix):
         elif not self.form.is_quantized:
             super().fill_quantized(values, scales)
         elif self.scales is None:
-            panels.fill_codes(self.data, first, values, scales, self.form)
+            panels.fill_codes(self.library, self.data, first, values, scales, self.form)
         else:
             panels.fill_rows(self.data.view(torch.uint8), first, values.view(torch.uint8))
             self.scales[block_rows(first, self._rows.stop, self._matrix[-2:])] = scales

@@ -169,8 +169,8 @@ def test_a_product_of_codes(
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
     cut = seed % num_out
-    panels.fill_codes(stored, 0, codes[:cut], scales[:cut], form)
-    panels.fill_codes(stored, cut, codes[cut:], scales[cut:], form)
+    panels.fill_codes(library, stored, 0, codes[:cut], scales[:cut], form)
+    panels.fill_codes(library, stored, cut, codes[cut:], scales[cut:], form)
     for own, want in zip(panels.codes_of(stored, num_out, form), (codes, scales), strict=True):
         assert torch.equal(own, want)
     stack, wide = panels.stack_of_codes(stored, num_out, num_in, form), decode(codes, scales, form)
@@ -200,7 +200,7 @@ def test_a_product_of_whole_numbers(
     library, generator, num_in = load(instructions), torch.Generator().manual_seed(seed), num_blocks * form.block
     codes, scales = encode(torch.randn(num_out, num_in, generator=generator), form)
     stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
-    panels.fill_codes(stored, 0, codes, scales, form)
+    panels.fill_codes(library, stored, 0, codes, scales, form)
     stack = panels.stack_of_codes(stored, num_out, num_in, form)
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, : form.group] = 0.0
@@ -229,7 +229,7 @@ def test_every_code_and_scale_of_mxfp4(instructions: InstructionSet) -> None:
     want = (numbers.double().repeat(2) * 2.0 ** (scales.double() - 127)).float()
     assert torch.equal(decode(codes, scales, form), want)
     stored = torch.zeros(panels.code_panel_shape((255, 32), form), dtype=torch.uint8)
-    panels.fill_codes(stored, 0, codes, scales, form)
+    panels.fill_codes(library, stored, 0, codes, scales, form)
     assert torch.equal(panels.lookup(library, panels.stack_of_codes(stored, 255, 32, form), torch.arange(255)), want)
     fits = (scales[:, 0] > 0) & (scales[:, 0] < 253)  # others round or overflow
     again = encode(want[fits], form)
@@ -262,7 +262,7 @@ def test_a_product_of_tokens_in_bf16(
         form = WeightFormat(dtype="int8" if bits == 8 else "int4", group=group)
         codes, scales = groups.quantize(torch.randn(num_out, num_in, generator=generator), bits, group)
         stored = torch.zeros(panels.code_panel_shape((num_out, num_in), form), dtype=torch.uint8)
-        panels.fill_codes(stored, 0, codes, scales, form)
+        panels.fill_codes(library, stored, 0, codes, scales, form)
         wide, stack = groups.dequantize(codes, scales, bits), panels.stack_of_codes(stored, num_out, num_in, form)
     stack.inputs = FORMATS["bfloat16"]
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
@@ -296,7 +296,7 @@ def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
     form = WeightFormat(dtype="int8", group=32, rounds_inputs=True)
     codes, scales = groups.quantize(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), 8, 32)
     stored = torch.zeros(panels.code_panel_shape((40, 64), form), dtype=torch.uint8)
-    panels.fill_codes(stored, 0, codes, scales, form)
+    panels.fill_codes(load(instructions), stored, 0, codes, scales, form)
     x = torch.ones(3, 64)
     x[1, 40] = wrong
     stack = panels.stack_of_codes(stored, 40, 64, form)

@@ -70,7 +70,7 @@ def test_blocks_of_integers_are_exact(kind: str) -> None:
     data[..., 1] &= 0xBF  # of fp16: neither infinite nor NaN
     rows = data.reshape(64, -1)
     wanted = torch.from_numpy(ggml.quants.dequantize(rows, own))
-    scales, values = gguf.blocks_of(rows, kind)
+    scales, values = gguf.scales_of(rows, kind), gguf.values_of(rows, kind)
     for bits in (8, 4) if kind == "Q4_0" else (8,):
         codes = gguf.packed_codes(values, bits).reshape(64, -1)
         assert torch.equal(dequantize(torch.from_numpy(codes), torch.from_numpy(scales), bits), wanted)
@@ -82,7 +82,7 @@ def test_blocks_with_minimums() -> None:
     for at in (1, 3):
         data[..., at] = draw.integers(0, 0x40, (64, 3), dtype=np.uint8)
     rows = data.reshape(64, -1)
-    scales, values = gguf.blocks_of(rows, "Q4_1")
+    scales, values = gguf.scales_of(rows, "Q4_1"), gguf.values_of(rows, "Q4_1")
     assert (values.min(), values.max()) == (-8, 7) and values.shape == (64, 3, 32)
     codes = gguf.packed_codes(values, 4).reshape(64, -1)
     found = dequantize_uint4(torch.from_numpy(codes), torch.from_numpy(scales)).numpy()
@@ -101,7 +101,7 @@ def test_blocks_of_k_quants_are_exact(kind: str) -> None:
             data[..., at + 1] = draw.integers(*exponents, (64, 3), dtype=np.uint8)
         rows = data.reshape(64, -1)
         wanted = ggml.quants.dequantize(rows, own)
-        scales, values = gguf.blocks_of(rows, kind)
+        scales, values = gguf.scales_of(rows, kind), gguf.values_of(rows, kind)
         assert scales.shape == (64, 3, form.scale_bytes) and values.shape == (64, 768 // form.group, form.group)
         codes = torch.from_numpy(gguf.packed_codes(values, form.bits).reshape(64, -1))
         assert codes.shape[1] == 96 * form.bits

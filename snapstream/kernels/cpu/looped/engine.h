@@ -156,6 +156,10 @@ inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_
 void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,
             int64_t threads);
 void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out, int64_t threads);
+// Stores rows from `first` on in panels of quantized blocks: a row's codes, blocks x code bytes, and scales, blocks x
+// scale_bytes, of which the first `halves` bytes are numbers of two.
+void fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows, const char* codes,
+                const char* scales, int64_t scale_bytes, int64_t halves, bool is_four_bits, int64_t threads);
 // With all tokens of a prompt.
 Product prefill_product(const Stack& matrix);
 bool step(Engine& engine, const Step& step);  // false: another rank has gone

@@ -132,6 +132,12 @@ EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t c
                              int64_t threads) {
     looped::copy_rows(*matrix, rows, count, out, threads);
 }
+EXPORT void looped_fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows,
+                              const char* codes, const char* scales, int64_t scale_bytes, int64_t halves,
+                              int64_t is_four_bits, int64_t threads) {
+    looped::fill_codes(panels, blocks, block_bytes, first, rows, codes, scales, scale_bytes, halves, is_four_bits,
+                       threads);
+}
 EXPORT void looped_pass_tokens(const Passing* passing, float* buffer, int64_t threads) {
     pass_tokens(*passing, buffer, threads);
 }

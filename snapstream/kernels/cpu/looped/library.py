@@ -198,6 +198,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "stages": (c_int64, [POINTER(Model)]),
     "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_int64]),
+    "fill_codes": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_void_p, *[c_int64] * 4]),
     "pass_tokens": (None, [POINTER(Passing), c_void_p, c_int64]),
     "pass_experts": (None, [POINTER(Routed), c_void_p, c_int64]),
     "stage_heads": (None, [POINTER(Heads), c_int64]),

@@ -37,8 +37,12 @@ def empty_panels(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def fill_rows(panels: Tensor, first: int, numbers: Tensor) -> None:
     """Store ``numbers [n, in]`` as the rows from ``first`` on of a matrix in ``panels [P, units, 32, u]``."""
+    missing = panels.shape[1] * panels.shape[3] - numbers.shape[1]
+    numbers = numbers.to(panels.dtype)
+    numbers = F.pad(numbers, (0, missing)) if missing else numbers.contiguous()
+    if panels.dtype == torch.bfloat16:  # two at once: copied three times as fast
+        panels, numbers = panels.view(torch.int32), numbers.view(torch.int32)
     units, unit = panels.shape[1], panels.shape[3]
-    numbers = F.pad(numbers, (0, units * unit - numbers.shape[1]))
     done = 0
     while done < len(numbers):
         panel, lane = divmod(first + done, PANEL)
@@ -88,7 +92,7 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
     return out
 
 
-_UNIT, _ROW = 4 * PANEL, 4  # bytes: of a unit, of a row in a unit
+_ROW = 4  # bytes of a row in a unit
 
 
 def code_panel_shape(shape: tuple[int, ...], form: WeightFormat) -> tuple[int, ...]:
@@ -102,7 +106,7 @@ def _parts(panels: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Views of ``panels [P, blocks, bytes]``: scales of two bytes ``[P, blocks, n, 32, 2]``, of one ``[..., 1]``, and
     codes ``[P, blocks, units, 32, 4]``.
     """
-    halves = form.factor_bytes if form.is_k_quant else form.scale_bytes & ~1
+    halves = _halves(form)
     parts = panels.split((PANEL * halves, PANEL * (form.scale_bytes - halves), form.block * form.bits // 8 * PANEL), 2)
     first, second, codes = (
         own.unflatten(2, (own.shape[2] // (PANEL * size), PANEL, size))
@@ -111,30 +115,22 @@ def _parts(panels: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor, Tensor]:
     return first, second, codes
 
 
-def fill_codes(panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
+def fill_codes(library: Library, panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
     """Store rows from ``first`` on of a matrix in ``panels [P, blocks, bytes]``.
 
     ``codes [n, in * bits / 8]`` uint8 and ``scales [n, ...]``, as ``models.matrix.encode`` gives them.
     """
-    places = _parts(panels, form)
-    num_blocks, units = panels.shape[1], places[2].shape[2]
-    if form.bits == 4:  # from neighbours in a byte to columns that lie four apart
-        halves = groups.unpack(codes, 4).view(len(codes), num_blocks, units, 2, _ROW)
-        codes = halves[..., 0, :] | halves[..., 1, :] << 4
-    heads = scales.contiguous().flatten(1).view(torch.uint8).view(len(codes), num_blocks, form.scale_bytes)
-    split = 2 * places[0].shape[2]
-    sources = heads[..., :split], heads[..., split:], codes.reshape(len(codes), num_blocks, units * _ROW)
-    lines = [
-        own.unflatten(2, (place.shape[2], place.shape[4])).permute(1, 2, 0, 3)  # [blocks, units, n, size]
-        for own, place in zip(sources, places, strict=True)
-    ]
-    done = 0
-    while done < len(codes):
-        panel, lane = divmod(first + done, PANEL)
-        count = min(PANEL - lane, len(codes) - done)
-        for own, place in zip(lines, places, strict=True):
-            place[panel, :, :, lane : lane + count] = own[:, :, done : done + count]
-        done += count
+    codes, scales = codes.contiguous(), scales.contiguous()
+    if len(codes):
+        library.fill_codes(
+            address(panels), *panels.shape[1:], first, len(codes), address(codes), address(scales), form.scale_bytes,
+            _halves(form), form.bits == 4, torch.get_num_threads(),
+        )  # fmt: skip
+
+
+def _halves(form: WeightFormat) -> int:
+    """Bytes of the numbers of two among the scales of a block."""
+    return form.factor_bytes if form.is_k_quant else form.scale_bytes & ~1
 
 
 def codes_of(panels: Tensor, num_out: int, form: WeightFormat) -> tuple[Tensor, Tensor]:

@@ -501,6 +501,47 @@ void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* o
     for (int64_t i = 0; i < count; ++i) copy_row(matrix, rows[i], out + i * matrix.cols);
 }
 
+// From neighbours in a byte to columns that lie four apart.
+INLINE uint32_t apart(uint32_t eight) {
+    uint32_t changed = (eight >> 8 ^ eight) & 0xff00u;
+    eight ^= changed ^ changed << 8;
+    changed = (eight >> 4 ^ eight) & 0xf000f0u;
+    return eight ^ changed ^ changed << 4;
+}
+
+// `count` numbers of each of `lanes` rows that lie `stride` bytes apart.
+template <class Number, class Change>
+INLINE void interleave(const char* from, int64_t stride, int64_t count, int64_t lanes, char* to, Change change) {
+    for (int64_t i = 0; i < count; ++i, from += sizeof(Number), to += PANEL * sizeof(Number))
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+            Number own;
+            std::memcpy(&own, from + lane * stride, sizeof own);
+            own = change(own);
+            std::memcpy(to + lane * sizeof own, &own, sizeof own);
+        }
+}
+
+void fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows, const char* codes,
+                const char* scales, int64_t scale_bytes, int64_t halves, bool is_four_bits, int64_t threads) {
+    const int64_t code_bytes = block_bytes / PANEL - scale_bytes;
+    const auto same = [](auto own) { return own; };
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t panel = first / PANEL; panel <= (first + rows - 1) / PANEL; ++panel) {
+        const int64_t begin = std::max(first, panel * PANEL), lane = begin % PANEL;
+        const int64_t lanes = std::min(first + rows, (panel + 1) * PANEL) - begin;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t at = (begin - first) * blocks + block, stride = blocks * scale_bytes;
+            const char *own_scales = scales + at * scale_bytes, *own = codes + at * code_bytes;
+            char* to = panels + (panel * blocks + block) * block_bytes;
+            interleave<uint16_t>(own_scales, stride, halves / 2, lanes, to + 2 * lane, same);
+            interleave<uint8_t>(own_scales + halves, stride, scale_bytes - halves, lanes, to + PANEL * halves + lane, same);
+            to += PANEL * scale_bytes + 4 * lane;
+            if (is_four_bits) interleave<uint32_t>(own, blocks * code_bytes, code_bytes / 4, lanes, to, apart);
+            else interleave<uint32_t>(own, blocks * code_bytes, code_bytes / 4, lanes, to, same);
+        }
+    }
+}
+
 int64_t scratch_floats(const Model& model, int64_t max_batch) {
     const int64_t products = 2 * std::max(max_batch, PAIR_TOKENS) * PANEL;  // a panel of gate and one of up
     int64_t attention = 0;
