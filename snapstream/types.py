@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Self, get_args
@@ -504,19 +504,21 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
-def as_conversation(messages: Sequence[Any], *, has_developer: bool = True) -> list[dict[str, Any]]:
+def as_conversation(
+    messages: Sequence[Any], *, has_developer: bool = True, parse: Callable[[str], Any] = json.loads
+) -> list[dict[str, Any]]:
     """OpenAI messages as chat templates expect them: known roles, content as one text (parts are joined by newlines),
     arguments of tool calls as objects. Other members are unchanged.
 
-    ``has_developer``: the template supports that role; otherwise it becomes ``system``.
+    ``has_developer``: the template supports that role; otherwise it becomes ``system``. ``parse`` reads arguments.
     """
     if not is_list(messages):
         raise ValueError(f"messages is {named(messages)}; it must be a list of messages, each with role and content")
     check_texts("messages", messages)
-    return [_as_message(message, f"messages[{index}]", has_developer) for index, message in enumerate(messages)]
+    return [_as_message(message, f"messages[{index}]", has_developer, parse) for index, message in enumerate(messages)]
 
 
-def _as_message(message: Any, place: str, has_developer: bool) -> dict[str, Any]:
+def _as_message(message: Any, place: str, has_developer: bool, parse: Callable[[str], Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{place} is {named(message)}; it must have role and content")
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
@@ -530,7 +532,7 @@ def _as_message(message: Any, place: str, has_developer: bool) -> dict[str, Any]
         content = message.get("refusal") or ""
     result["content"] = _as_text(content, f"{place}.content", role)
     if calls:
-        result["tool_calls"] = _as_tool_calls(calls, f"{place}.tool_calls")
+        result["tool_calls"] = _as_tool_calls(calls, f"{place}.tool_calls", parse)
     return result
 
 
@@ -554,14 +556,14 @@ def _as_part(part: Any, place: str) -> str:
     return str(part[name])
 
 
-def _as_tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
+def _as_tool_calls(calls: Any, place: str, parse: Callable[[str], Any]) -> list[dict[str, Any]]:
     """Templates expect arguments as an object; the API has JSON text."""
     if not is_list(calls):
         raise ValueError(f"{place} is {named(calls)}; it must be a list")
-    return [_as_tool_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
+    return [_as_tool_call(call, f"{place}[{index}]", parse) for index, call in enumerate(calls)]
 
 
-def _as_tool_call(call: Any, place: str) -> dict[str, Any]:
+def _as_tool_call(call: Any, place: str, parse: Callable[[str], Any]) -> dict[str, Any]:
     if isinstance(call, Mapping) and call.get("type") == "custom":
         call = _custom_as_function(call, place)
     function = call.get("function") if isinstance(call, Mapping) else None
@@ -570,9 +572,10 @@ def _as_tool_call(call: Any, place: str) -> dict[str, Any]:
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse(arguments)
         except (ValueError, RecursionError):
             raise ValueError(f"{place}.function.arguments is not valid JSON") from None
+        check_texts(f"{place}.function.arguments", arguments)  # an escape may have made one
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{place}.function.arguments is {named(arguments)}; it must be a JSON object")
     return {

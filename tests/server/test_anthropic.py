@@ -389,6 +389,8 @@ def test_why_an_answer_stopped() -> None:
     assert half["stop_reason"] == "max_tokens" and isinstance(half["content"][0]["input"], dict)
     half = whole({"tools": [GET_WEATHER]}, CALL[: CALL.index("rld")])  # the model itself ends it
     assert half["stop_reason"] == "end_turn" and half["content"][0]["type"] == "tool_use"
+    back = [*HI, say("assistant", half["content"]), say("user", "more")]
+    assert ask_about({"messages": back, "tools": [GET_WEATHER]}).status_code == 200
 
 
 def test_a_fault_in_a_stream_is_an_error_event() -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapstream.models.chat_template import render_chat
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import effort_arguments
-from snapstream.server.openai.protocol import TemplateOptions, too_long, too_many_chars
+from snapstream.server.openai.protocol import TemplateOptions, parse_arguments, too_long, too_many_chars
 from snapstream.server.openai.tools import template_tools
 from snapstream.spec_prefill.protection import Span, merged
 from snapstream.types import as_conversation
@@ -42,7 +42,7 @@ def normalize(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> 
     if not messages:
         raise bad_value("messages is empty; it needs at least one message", "messages")
     try:
-        conversation = as_conversation(messages, has_developer=has_developer)
+        conversation = as_conversation(messages, has_developer=has_developer, parse=parse_arguments)
     except ValueError as error:
         raise bad_value(str(error), "messages") from None
     for index, message in enumerate(messages):

@@ -7,12 +7,14 @@ a known one that would change the result but is not implemented is refused by na
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
+from pydantic_core import from_json
 
 from snapstream.config import as_count
 from snapstream.server.engine.api import EngineDead
@@ -328,6 +330,16 @@ def check_count(name: str, value: int, least: int, most: int | None = None) -> N
 def bad_part(place: str, message: str) -> ApiError:
     """400 for a part of a body; the field at fault is what ``place`` begins with."""
     return bad_value(f"{place} {message}", re.split(r"\W", place, maxsplit=1)[0])
+
+
+def parse_arguments(text: str) -> Any:
+    """Arguments of a call. Those of one that was cut, as far as they go."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":  # nothing is missing
+            raise
+        return from_json(text, allow_partial="trailing-strings")
 
 
 def string_of(item: Mapping[str, Any], name: str, place: str) -> str:

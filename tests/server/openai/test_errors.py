@@ -140,7 +140,7 @@ BAD_CHAT = [
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x"}}]}]}, "messages"),
     ({"messages": [*HI, {"role": "assistant", "refusal": 5}, *HI]}, "messages"),
     ({"messages": [*HI, {"role": "assistant", "audio": {"id": "audio_1"}}, *HI]}, "messages"),
     ({"messages": HI, "previous_response_id": "resp_1"}, "previous_response_id"),

@@ -21,9 +21,10 @@ from snapstream.server.openai.tool_formats import FORMATS, M3
 from snapstream.server.openai.tools import calls_or_answer, forced_calls, offered_calls
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import Grammar
-from tests.server.app_client import HI, client, frames
+from tests.server.app_client import HI, client, error_of, frames
 from tests.server.fake_engine import FakeEngine, token_ids, tokenizer
 from tests.server.openai.test_tool_formats import NAMES
+from tests.server.templates import prompt_of, template_client
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -129,6 +130,29 @@ def test_a_call_that_is_cut_is_no_whole_one(answer: str, body: dict[str, Any], r
     for message, end in (whole(answer, **body), streamed(answer, **body)):
         assert end == reason
         assert "get" in [name for name, _ in bare(message)[1]]
+
+
+def test_a_call_that_was_cut_can_be_sent_back() -> None:
+    """The model sees the arguments as far as they go. What is no beginning of JSON is refused."""
+
+    async def run() -> None:
+        engine = FakeEngine(answer=GET)
+        async with template_client(engine, tool_parser="hermes") as http:
+            wish = {"messages": HI, "tools": TOOLS, "stop": ["rld"]}
+            message = (await http.post("/v1/chat/completions", json=wish)).json()["choices"][0]["message"]
+            call = message["tool_calls"][0]
+            assert call["function"]["arguments"] == '{"a": "wö'
+            output = {"role": "tool", "tool_call_id": call["id"], "content": "The call was cut."}
+            again = await http.post("/v1/chat/completions", json={**wish, "messages": [*HI, message, output]})
+            assert again.status_code == 200, again.text
+            assert f'get({{"a": "wö"}})\ntool: The call was cut. for {call["id"]}' in prompt_of(engine)
+            for arguments in ('{"a": 1}{"a": 2}', "a", '{"a" 1', '"a', '{"a": "\\ud800"}'):
+                call["function"]["arguments"] = arguments
+                refused = await http.post("/v1/chat/completions", json={**wish, "messages": [*HI, message, output]})
+                error = error_of(refused, 400)
+                assert error["message"].startswith("messages[1].tool_calls[0].function.arguments"), arguments
+
+    asyncio.run(run())
 
 
 def test_calls_are_text_where_they_were_not_asked_for() -> None:

@@ -176,7 +176,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
     ({"input": [{"type": "computer_call"}]}, "input"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input"),
-    ({"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{"}]}, "input"),
+    ({"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "x"}]}, "input"),
     ({"input": [{"type": "function_call_output", "output": "x"}]}, "input"),
     ({"input": [{"type": "reasoning", "content": "x"}]}, "input"),
     ({"input": "word " * 5000}, "input"),

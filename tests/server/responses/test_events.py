@@ -300,6 +300,22 @@ def test_a_conversation_goes_on_from_a_response() -> None:
     run(work)
 
 
+def test_a_conversation_goes_on_from_a_call_that_was_cut() -> None:
+    async def work(http: AppClient, engine: FakeEngine) -> None:
+        first = await create(http, "one", tools=[GET], stop=["rld"])
+        [call] = first["output"]
+        assert (call["status"], call["arguments"]) == ("incomplete", '{"a": "wö')
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "Cut."}
+        want = f'user: one\nassistant:  get({{"a": "wö"}})\ntool: Cut. for {call["call_id"]}\nassistant:'
+        for items, before in (([output], first["id"]), ([{"role": "user", "content": "one"}, call, output], None)):
+            await create(http, "", before, input=items)
+            assert prompt_of(engine) == want
+        await create(http, "two", first["id"])
+        assert prompt_of(engine) == 'user: one\nassistant:  get({"a": "wö"})\nuser: two\nassistant:'
+
+    run(work, FakeEngine(answer=CALL), tool_parser="hermes")
+
+
 def test_stored_ones_are_read_and_deleted() -> None:
     async def work(http: AppClient, _: FakeEngine) -> None:
         streamed = (await http.post(PATH, json={"input": "hi", "stream": True})).text
