@@ -203,6 +203,9 @@ def too_long(num_prompt: int, max_tokens: int | None, limit: int, param: str) ->
 
 def too_many_chars(num_chars: int, longest: int, limit: int, param: str) -> ApiError:
     """As ``too_long``, for a text too long for any tokenization. ``longest``: characters of the longest token."""
+    if param == "prediction":  # a shorter conversation would not help
+        most = f"{limit} tokens, which encode at most {limit * longest} characters"
+        return bad_value(f"a prediction of {num_chars} characters; the limit is {most}", param)
     return ContextLengthError(
         f"This model's maximum context length is {limit} tokens; "
         f"the prompt has {num_chars} characters, more than that many tokens can encode.",

@@ -441,7 +441,7 @@ def test_a_predicted_output_is_drafted_from(api: openai.OpenAI) -> None:
         ({"type": "content"}, "content"),
         ({"type": "tokens", "content": "a"}, "type"),
         ({"type": "content", "content": [{"type": "image_url", "text": "a"}]}, "prediction.content"),
-        ({"type": "content", "content": "a " * 200_000}, "prediction"),
+        ({"type": "content", "content": "a " * 200_000}, "a prediction of 400000 characters; the limit is 512 tokens"),
     ],
 )
 def test_wrong_predictions_are_refused(prediction: Any, words: str) -> None:
