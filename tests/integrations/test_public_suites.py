@@ -77,8 +77,8 @@ def test_a_multiple_choice_suite_reads_likelihoods(tmp_path: Path) -> None:
 
 
 def test_ruler_is_generated_and_scored_offline() -> None:
-    pytest.importorskip("wonderwords", reason="wonderwords is not installed (extra: clients)")
-    pytest.importorskip("nltk", reason="nltk is not installed (extra: clients)")
+    pytest.importorskip("wonderwords", reason="wonderwords is not installed (lm-eval's extra: ruler)")
+    pytest.importorskip("nltk", reason="nltk is not installed (lm-eval's extra: ruler)")
     import snapstream.integrations.lm_eval  # noqa: F401  registers the model
 
     results = lm_eval.simple_evaluate(
