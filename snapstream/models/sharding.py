@@ -237,8 +237,11 @@ def _rank_share(name: str, whole: int, size: int) -> int:
 
 
 def _padded_share(whole: int, size: int, unit: int) -> int:
-    """The largest shard, in multiples of ``unit``."""
-    return -(-whole // (size * unit)) * unit
+    """The largest shard, in multiples of ``unit``. ValueError if it is all: other ranks would hold it too."""
+    share = -(-whole // (size * unit)) * unit
+    if 0 < whole <= share:
+        raise ValueError(f"{whole} inner numbers are at most one group of {unit}, which {size} ranks cannot share")
+    return share
 
 
 def _unit(form: WeightFormat, *, is_row: bool) -> int:

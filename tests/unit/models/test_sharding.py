@@ -300,6 +300,9 @@ def test_inner_sizes_are_cut_by_whole_groups() -> None:
     assert sum(cut.stop - cut.start for cut in cuts) == 18432
     shared = rank_config(R1, way(32, experts="ep"), 0, BLOCKS).moe
     assert shared is not None and shared.shared_inner == 128 and shared.inner == 2048
+    one_block = model_config_from_dict(QWEN3_30B | {"moe_intermediate_size": 128})
+    with pytest.raises(ValueError, match="128 inner numbers are at most one group of 128, which 2 ranks cannot share"):
+        rank_config(one_block, way(2), formats=BLOCKS)
 
 
 def test_heads_that_cut_through_groups_are_not_quantized() -> None:
