@@ -30,7 +30,11 @@ _QUANTIZED: Mapping[str, tuple[str, ...]] = {
         "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM", "DeepseekV3ForCausalLM",
         "Glm4MoeForCausalLM",
     ),
-    "FP8": ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"),
+    "FP8": (
+        "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM",
+        "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+        "Ministral3ForCausalLM",
+    ),
     "MXFP4": ("GptOssForCausalLM",),
 }  # fmt: skip
 

@@ -54,7 +54,7 @@ from snapstream.models.quantization import (
 )
 from snapstream.models.registry import FAMILIES, own_name, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
-from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts
+from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, keeps_blocks
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
@@ -385,7 +385,7 @@ def load_weights(
                     if own not in cuts:
                         continue
                     cut, part = cuts[own], cuts[own].part
-                    spec, quantized = specs[part.target], _stored_format(own, specs[part.target], config)
+                    spec, quantized = specs[part.target], _stored_format(own, specs[part.target], config, manifest)
                     if spec.is_quantized and config.stored.packing is not None:
                         bounds |= _fill_packing(weights, own, cut, config, manifest)
                     elif quantized is not None:
@@ -456,6 +456,7 @@ def _fill_quantized(
         scales = scales if row_eps is None else _with_normed_scales(values, scales, form, row_eps)
     target = weights.matrices[part.target]
     is_whole = form.is_fp8 or target.shape[-1] % form.block == 0  # else groups reach into the next layer
+    is_whole &= not form.is_fp8 or target.form.is_fp8 or keeps_blocks(part.row_order)
     is_kept = (target.form.dtype, target.form.group) == (form.dtype, form.group)
     is_kept |= not (target.form.is_quantized or form.is_k_quant)
     if outer == cut and is_whole and is_kept:
@@ -529,7 +530,8 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     one = config.stored.has_one_scale
     for part in checkpoint_parts(specs, config.num_layers):
         spec = specs[part.target]
-        form, packing = _stored_format(part.name, spec, config), config.stored.packing if spec.is_quantized else None
+        form = _stored_format(part.name, spec, config, manifest)
+        packing = config.stored.packing if spec.is_quantized else None
         if len(part.shape) > 2 and (packing or form) and not (form and form.is_mxfp4):
             raise ValueError(f"{part.name} is several matrices in one tensor, which is not read if it is quantized")
         if packing is not None:
@@ -541,7 +543,9 @@ def check_checkpoint(folder: Path, config: ModelConfig) -> dict[str, StoredTenso
     return manifest
 
 
-def _stored_format(name: str, spec: TensorSpec, config: ModelConfig) -> WeightFormat | None:
+def _stored_format(
+    name: str, spec: TensorSpec, config: ModelConfig, manifest: Mapping[str, StoredTensor]
+) -> WeightFormat | None:
     """The format in the files of a part of ``spec`` if it is quantized there."""
     if (own := config.stored.own_format(name)) is not None:
         return own
@@ -549,7 +553,10 @@ def _stored_format(name: str, spec: TensorSpec, config: ModelConfig) -> WeightFo
         return config.stored.tables
     if spec.is_dense and config.stored.has_float_dense:
         return None
-    return config.stored.format_of(is_attention=spec.is_attention) if spec.is_quantized else None
+    form = config.stored.format_of(is_attention=spec.is_attention) if spec.is_quantized else None
+    if spec.is_dense and form is not None and form.is_fp8 and name in manifest:  # Qwen leaves these floats
+        return None if manifest[name].dtype in FLOAT_DTYPES else form
+    return form
 
 
 def _in_order(rows: Tensor, part: Part) -> Tensor:
@@ -560,13 +567,14 @@ def _in_order(rows: Tensor, part: Part) -> Tensor:
     return rows.index_select(part.row_dim, torch.tensor(part.row_order, device=rows.device))
 
 
-def _blocks_in_order(values: Tensor, part: Part) -> Tensor:
-    """The same of FP8 numbers, whose scales keep their order."""
+def _blocks_in_order(values: Tensor, scales: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """The same of FP8 numbers and the scales of their blocks."""
     if part.row_order is None:
-        return values
-    if any(at // FP8_BLOCK != row // FP8_BLOCK for at, row in enumerate(part.row_order)):
+        return values, scales
+    if not keeps_blocks(part.row_order):
         raise ValueError(f"rows of {part.name} change their order across the blocks that share an FP8 scale")
-    return values.view(torch.uint8)[list(part.row_order)].view(FP8.dtype)
+    order = torch.tensor(part.row_order)
+    return values.view(torch.uint8)[order].view(FP8.dtype), scales[order[::FP8_BLOCK] // FP8_BLOCK]
 
 
 def _padded(numbers: Tensor, cut: Cut) -> Tensor:
@@ -578,7 +586,8 @@ def _padded(numbers: Tensor, cut: Cut) -> Tensor:
 def _padded_values(values: Tensor, scales: Tensor, cut: Cut, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """Quantized values and scales in the order of the storage, padded with zeros."""
     if form.is_fp8:
-        values, units = _blocks_in_order(values, cut.part), (FP8_BLOCK, FP8_BLOCK)
+        values, scales = _blocks_in_order(values, scales, cut.part)
+        units = FP8_BLOCK, FP8_BLOCK
     else:
         values, scales, units = _in_order(values, cut.part), _in_order(scales, cut.part), (1, form.block)
     if not any(cut.missing):

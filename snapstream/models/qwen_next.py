@@ -52,15 +52,6 @@ def _moe_recipe(settings: Settings) -> Recipe:
     return {**_recipe(settings), "moe": moe}
 
 
-def _refusals(settings: Settings) -> list[str]:
-    own = settings.get("quantization_config")
-    if not isinstance(own, dict) or own.get("quant_method") != "fp8":
-        return []
-    return [
-        "quantization_config.quant_method is 'fp8', which is not supported where rows are reordered across its blocks"
-    ]
-
-
 def _tensors(config: ModelConfig) -> TensorSpecs:
     specs = {**decoder_tensors(config), **delta_tensors(config)}
     return renamed(specs, {"mlp.shared_experts.": "mlp.shared_expert."})
@@ -154,7 +145,7 @@ QWEN3_NEXT = _family(
         "num_experts_per_tok": 10,
     },
     recipe=_moe_recipe,
-    refusals=lambda settings: _refusals(settings) + qwen3_moe_refusals(settings),
+    refusals=qwen3_moe_refusals,
     has_experts=True,
 )  # fmt: skip
 QWEN3_5 = _family(
@@ -163,7 +154,6 @@ QWEN3_5 = _family(
         "num_attention_heads": 16, "num_key_value_heads": 4,
     },
     recipe=_recipe,
-    refusals=_refusals,
 )  # fmt: skip
 QWEN3_5_MOE = _family(
     defaults={
@@ -171,7 +161,6 @@ QWEN3_5_MOE = _family(
         "num_experts_per_tok": 8,
     },
     recipe=lambda settings: _moe_recipe({**settings, "norm_topk_prob": True}),  # whatever the file says
-    refusals=_refusals,
     has_experts=True,
     may_fuse_experts=True,
 )  # fmt: skip

@@ -54,7 +54,7 @@ from snapstream.models.config_json import (
 from snapstream.models.family import Family, sliding_window
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
-from snapstream.models.tensors import TensorSpecs, checkpoint_parts, in_own_formats, name_in_text_part
+from snapstream.models.tensors import TensorSpecs, checkpoint_parts, in_fp8_blocks, in_own_formats, name_in_text_part
 from snapstream.types import MAX_END_TOKEN_IDS
 
 logger = logging.getLogger(__name__)
@@ -73,13 +73,15 @@ def kv_spec_of(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") ->
 
 
 @lru_cache(maxsize=64)
-def _specs_in_own_formats(config: ModelConfig) -> TensorSpecs:
+def _specs_as_stored(config: ModelConfig) -> TensorSpecs:
     specs = FAMILIES.get(config.architecture).tensors(config)
-    return in_own_formats(specs, config.stored, config.num_layers)
+    return in_own_formats(specs, config.stored, config.num_layers) if config.stored.own else in_fp8_blocks(specs)
 
 
 def tensor_specs(config: ModelConfig) -> TensorSpecs:
-    specs = _specs_in_own_formats(config) if config.stored.own else FAMILIES.get(config.architecture).tensors(config)
+    quantized = config.stored.quantized
+    is_cached = bool(config.stored.own) or (quantized is not None and quantized.is_fp8)
+    specs = _specs_as_stored(config) if is_cached else FAMILIES.get(config.architecture).tensors(config)
     return {**specs, **{name: replace(specs[name], is_float=True) for name in config.float_tensors}}
 
 

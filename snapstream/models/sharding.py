@@ -58,6 +58,8 @@ def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None
     plain = WeightFormats.of(spec.dtype or dtype).layers
     if formats is None or not spec.is_matrix or spec.is_dense or spec.is_float:
         return plain
+    if spec.crosses_blocks and formats.layers.is_fp8:
+        return plain if formats.tables.is_quantized else formats.tables
     if spec.form is not None and formats.own:
         return next(form for form in formats.own if (form.dtype, form.group) == (spec.form.dtype, spec.form.group))
     if spec.is_attention and formats.attention is not None:
@@ -258,6 +260,9 @@ def _float_tensors(whole: ModelConfig, own: ModelConfig, formats: WeightFormats)
     for name, spec in tensor_specs(own).items():
         form = format_of(spec, "float32", formats)
         shapes = [(part_shape(of_whole[name], part), part_shape(spec, part)) for part in spec.parts]
+        for part, sizes in spec.segments.items():
+            pairs = zip(of_whole[name].segments[part], sizes, strict=True)
+            shapes += [((total, 0), (size, 0)) for total, size in pairs]
         if form.is_quantized and any(
             total != size and size % _unit(form, is_row=dim == len(cut) - 1)
             for uncut, cut in shapes

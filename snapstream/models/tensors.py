@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from snapstream.config import DType, ModelConfig, StoredWeights, WeightFormat
 from snapstream.config.model import AltUp, LatentConfig
+from snapstream.config.weights import FP8_BLOCK
 
 # Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
 TEXT_PREFIXES = {
@@ -64,6 +65,7 @@ class TensorSpec:
     row_eps: float | None = None  # rows are divided by their root mean square, with this epsilon
     is_dense: bool = False  # a matrix in the dtype of the computation, whatever the format of the others
     form: WeightFormat | None = None  # of ``StoredWeights.own``
+    crosses_blocks: bool = False  # ``row_order`` splits the FP8 blocks of the checkpoint: floats, as tables are
 
     def layers_of(self, num_layers: int) -> Sequence[int]:
         """The layers that have it."""
@@ -599,6 +601,21 @@ def in_own_formats(specs: TensorSpecs, stored: StoredWeights, num_layers: int) -
         else:
             found |= _by_format(name, spec, stored, num_layers)
     return found
+
+
+def in_fp8_blocks(specs: TensorSpecs) -> TensorSpecs:
+    """``specs`` of a checkpoint in FP8 blocks; see ``TensorSpec.crosses_blocks``."""
+    return {
+        name: replace(spec, crosses_blocks=spec.is_quantized and not all(map(keeps_blocks, spec.row_order.values())))
+        for name, spec in specs.items()
+    }
+
+
+def keeps_blocks(order: Sequence[int] | None) -> bool:
+    """Whether rows that share FP8 scales in the checkpoint are stored together in this order."""
+    return order is None or all(
+        row // FP8_BLOCK == order[at - at % FP8_BLOCK] // FP8_BLOCK for at, row in enumerate(order)
+    )
 
 
 def _by_format(name: str, spec: TensorSpec, stored: StoredWeights, num_layers: int) -> dict[str, TensorSpec]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evals.selectors import Variant
-from snapstream.config import KVBudget, WeightFormat, WeightFormats
+from snapstream.config import EngineOptions, KVBudget, WeightFormat, WeightFormats
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped_cpu import LoopedDecode
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
@@ -23,11 +23,13 @@ from snapstream.kernels.cpu.looped.library import library_problem, load
 from snapstream.kernels.reference import dequantize_blocks
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
+from snapstream.models.checkpoint import load_weights
 from snapstream.models.decoder import Decoder
 from snapstream.models.matrix import Matrix, make_matrix, quantize
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.registry import model_config_from_dict, read_model_config
 from snapstream.models.sharding import weight_bytes
+from snapstream.plan.fit import weight_formats
 from snapstream.spec_prefill.draft import token_scores
 from snapstream.spec_prefill.settings import ScoringSettings
 from snapstream.types import SamplingParams
@@ -199,13 +201,19 @@ def logprobs_of(model: Any, prompt: list[int]) -> Tensor:
 
 PUBLISHED = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
              "modules_to_not_convert": ["lm_head"]}  # fmt: skip
-WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "bias")  # names of what stays as it is
+# Names of what stays as it is.
+WIDE = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "_expert_gate", "bias", "conv1d", "A_log", "in_proj_a",
+        "in_proj_b")  # fmt: skip
 # Parts of a stack begin at whole blocks.
 SIZES = {"hidden_size": 144, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2,
          "intermediate_size": 256}  # fmt: skip
 # Rotated rows of a head lie within a block, as in the published models.
 LATENT_SIZES = {"num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128,
                 "qk_rope_head_dim": 64, "v_head_dim": 64}  # fmt: skip
+# Heads of 256, of which a quarter is rotated: their rows leave their blocks. Those of a DeltaNet do not.
+DELTA_SIZES = {"hidden_size": 144, "head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+               "linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 256}  # fmt: skip
+DELTA_MIXTURE = DELTA_SIZES | {"moe_intermediate_size": 256, "shared_expert_intermediate_size": 256}
 FP8_BLOCKS_PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5 + 7 * i % 190 for i in range(n)] for n in (90, 1, 17)]
 
@@ -243,11 +251,18 @@ def narrowed(folder: Path, target: Path, *, has_one_scale: bool = False) -> tupl
     return target / "fp8", target / "wide"
 
 
-@pytest.fixture(scope="module", params=["qwen3", "one scale", "glm4-moe", "qwen3-moe", "deepseek-v3"])
+REORDERED = ["qwen3-next", "qwen3.5", "qwen3.5-moe"]
+
+
+@pytest.fixture(scope="module", params=["qwen3", "one scale", "glm4-moe", "qwen3-moe", "deepseek-v3", *REORDERED])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if request.param == "one scale":
         folder = save(make_model("ministral3", **SIZES), tmp_path_factory.mktemp("source"))
         return narrowed(folder, tmp_path_factory.mktemp("both"), has_one_scale=True)
+    if request.param in REORDERED:
+        sizes = DELTA_SIZES if request.param == "qwen3.5" else DELTA_MIXTURE
+        folder = save(make_model(request.param, **sizes), tmp_path_factory.mktemp("source"))
+        return narrowed(folder, tmp_path_factory.mktemp("both"))
     sizes = SIZES if request.param == "qwen3" else SIZES | {"moe_intermediate_size": 128}
     sizes = sizes | LATENT_SIZES if request.param.startswith("deepseek") else sizes
     folder = save(make_model(request.param, **sizes), tmp_path_factory.mktemp("source"))
@@ -268,9 +283,8 @@ def test_answers_are_those_of_the_wide_twin(both: tuple[Path, Path], executor: s
             kinds = {name for name, weight in weights.matrices.items() if type(weight) is kind and weight.form.is_fp8}
             answers.append([output.token_ids for output in llm.generate(PROMPTS, FP8_BLOCKS_PARAMS)])
         if folder == both[0]:
-            stays = {
-                name for name in weights.matrices if name in ("embed", "lm_head", "kv_b")
-            }  # kv_b is widened at load
+            wide = {"embed", "lm_head", "kv_b", "delta_gates"}  # kv_b is widened at load
+            stays = wide | {"qkv"} if llm.model_config.recurrent_layers else wide
             assert kinds == set(weights.matrices) - stays
             planned = weight_bytes(llm.model_config, "float32", llm.config.weights)
             assert weights.num_bytes == planned or kind is PanelMatrix  # which fill up rows to 32
@@ -283,6 +297,8 @@ def test_answers_are_those_of_the_wide_twin(both: tuple[Path, Path], executor: s
 def test_looped_steps_equal_eager(both: tuple[Path, Path], instructions: InstructionSet) -> None:
     """Over the same numbers row by row; a row's logits are the same bits alone and in a batch."""
     model = read_model_config(both[0])
+    if model.recurrent_layers:
+        pytest.skip("every step changes the states")
     formats = WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="float32"))
     own, plain = (
         random_runner(model, formats, "auto", make, 40, 3) for make in (make_panels(load(instructions)), make_matrix)
@@ -312,11 +328,31 @@ def test_other_forms_of_fp8_are_refused(both: tuple[Path, Path], changes: dict[s
         model_config_from_dict(settings | {"quantization_config": PUBLISHED | changes})
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
-def test_rows_that_leave_their_blocks_are_refused(name: str, tmp_path: Path) -> None:
-    settings = json.loads((save(make_model(name), tmp_path) / "config.json").read_text())
-    with pytest.raises(ValueError, match="is 'fp8', which is not supported where rows are reordered across its blocks"):
-        model_config_from_dict(settings | {"quantization_config": PUBLISHED})
+@pytest.mark.parametrize("are_gates_fp8", [False, True])
+def test_rows_that_leave_their_blocks_are_floats_of_the_checkpoint(are_gates_fp8: bool, tmp_path: Path) -> None:
+    """As Qwen3.5 is published: a text part, floats and scales in bf16, and no FP8 of the gates of a DeltaNet."""
+    source, _ = narrowed(save(make_model("qwen3.5-moe", **DELTA_MIXTURE), tmp_path / "source"), tmp_path)
+    tensors = load_file(source / "model.safetensors")
+    if are_gates_fp8:  # as transformers makes it
+        for name in [name for name in tensors if "in_proj_a.weight" in name or "in_proj_b.weight" in name]:
+            tensors[name], tensors[f"{name}_scale_inv"] = quantize(tensors[name])
+    floats = {name: own.bfloat16() if own.dtype == torch.float32 else own for name, own in tensors.items()}
+    named = {name.replace("model.", "model.language_model."): own for name, own in floats.items()}
+    folder, settings = tmp_path / "published", json.loads((source / "config.json").read_text())
+    folder.mkdir()
+    save_file(named, folder / "model.safetensors")
+    around = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {}, "text_config": settings,
+              "quantization_config": settings.pop("quantization_config")}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(around))
+    model = read_model_config(folder)
+    formats = weight_formats(model, EngineOptions(), device="cpu")
+    weights = load_weights(folder, model, torch.float32, "cpu", False, formats)
+    kinds = {name: matrix.form.dtype for name, matrix in weights.matrices.items() if not matrix.form.is_fp8}
+    assert kinds == dict.fromkeys(("embed", "lm_head", "qkv"), "bfloat16") | {"delta_gates": "float32"}
+    assert weights.num_bytes == weight_bytes(model, "float32", formats)
+    name = "model.layers.0.self_attn.v_proj.weight"
+    want = dequantize_blocks(floats[name], floats[f"{name}_scale_inv"].float()).bfloat16()
+    assert torch.equal(weights.matrices["qkv"].data[0, -len(want) :], want)
 
 
 @pytest.mark.parametrize(
