@@ -87,6 +87,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "afmoe": {"global_attn_every_n_layers": 4, "num_hidden_layers": 5},
     "starcoder2": {"sliding_window": 4096}, "starcoder2-plain": {"sliding_window": 4096}, "phi": {}, "stablelm": {},
     "stablelm-parallel": {}, "minitron": {}, "nemotron-h": {}, "nemotron-3": {"hybrid_override_pattern": "MEM*EE*"},
+    "nemotron-super": {},
     "gemma3n": {}, "gemma3n-panels": {},
     "gemma4": {}, "gemma4-shared": {}, "gemma4-panels": {}, "gemma4-moe": {},
     "phi3-window": {}, "phi3-longrope": longrope(128), "granite": {}, "granite-hybrid": {},
@@ -408,6 +409,7 @@ FIELDS = {
     "linear_key_head_dim": "ssm.state_size", "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank", "mamba_d_conv": "ssm.conv_kernel",
     "num_kv_shared_layers": "attention.shared_kv_layers", "top_k_experts": "expert_used_count",
+    "moe_latent_size": "moe_latent_size",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
 }  # fmt: skip

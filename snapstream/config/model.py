@@ -60,8 +60,8 @@ class MoEConfig:
     has_logit_bias: bool = False  # the router's logits have a bias
     has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
-    # Experts run next to every layer's MLP, not in its place, and the router has its own norm (Gemma 4).
-    is_beside_mlp: bool = False
+    is_beside_mlp: bool = False  # they run next to every layer's MLP, and the router has its own norm (Gemma 4)
+    latent: int = 0  # what a token is projected to for the experts that it is routed to; 0: they read it as it is
     held: range | None = None  # those of the num_experts on this rank; None: all
     own_shared: int = 0  # inner size of the shared experts on this rank with expert parallelism; 0: all
 

@@ -89,9 +89,10 @@ def mlp_size(model: ModelConfig) -> int:
     moe = model.moe
     sizes = [3 * model.widest_inner if model.dense_layers else 0]  # gate and up, product
     if moe is not None:
-        hidden, inner = model.hidden_size, moe.inner
+        hidden, inner, width = model.hidden_size, moe.inner, moe.latent or model.hidden_size
         # Of every pair: its token with gate and up; these with their product; that with the output; the output twice.
-        pairs = moe.top_k * max(hidden + 2 * inner, 3 * inner, inner + hidden, 2 * hidden)
+        pairs = moe.top_k * max(width + 2 * inner, 3 * inner, inner + width, 2 * width)
+        pairs += moe.latent  # of the token: what its experts read
         if moe.is_beside_mlp:
             pairs += 3 * hidden  # what the router and the experts read, and the output of the MLP
         sizes.append(pairs + 2 * moe.num_experts + 16 * moe.top_k)  # with fp32 scores, and the order of the pairs
@@ -211,8 +212,8 @@ _LOOPED_TENSORS = frozenset(
     "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "
     "xielu streams_in streams_out stream_router stream_router_norm stream_prediction stream_correction stream_scale "
     "laurel_in laurel_out laurel_norm mlp_part_norm experts_norm experts_part_norm router_scale expert_scale "
-    "shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in delta_gates delta_decay "
-    "delta_step delta_norm delta_out delta_decay_up delta_gate_up "
+    "latent_in latent_out shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in "
+    "delta_gates delta_decay delta_step delta_norm delta_out delta_decay_up delta_gate_up "
     "mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
     "mamba_out_bias".split()
 )
@@ -380,7 +381,7 @@ def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
     wide, pairs, halves = _padded(model.hidden_size), moe.top_k, 1 + model.has_gate
     chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + halves * moe.inner + _padded(moe.inner))
     shared = halves * moe.shared_inner + _padded(moe.shared_inner) + int(moe.has_shared_gate)
-    return chosen + shared + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
+    return chosen + shared + _padded(moe.latent) + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
 
 
 def _scratch(model: ModelConfig) -> int:

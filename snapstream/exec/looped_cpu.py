@@ -68,7 +68,7 @@ _LAYER_VECTORS = (
 )  # fmt: skip
 _MATRICES = (
     "per_layer_in", "per_layer_gate", "per_layer_out", "experts_gate_up", "experts_down", "shared_gate_up",
-    "shared_down", "q_a", "q", "kv_a", "laurel_in", "laurel_out",
+    "shared_down", "latent_in", "latent_out", "q_a", "q", "kv_a", "laurel_in", "laurel_out",
 )  # fmt: skip
 _BOTH = 3  # as abi.h: the kind of layers with attention and recurrence
 _BESIDE = ("mlp_part_norm", "experts_norm", "experts_part_norm", "router_scale", "expert_scale")
@@ -230,7 +230,7 @@ def _mixture(decoder: Decoder) -> Mixture:
         first_held=moe.own.start, held=len(moe.own), router_bias=address(vectors.get("router_logit_bias")),
         gate_up_bias=address(vectors.get("experts_gate_up_bias")),
         down_bias=address(expert_bias_of_sum(moe, vectors.get("experts_down_bias"), decoder.group)),
-        scales_inputs=moe.scales_inputs,
+        scales_inputs=moe.scales_inputs, latent=moe.latent,
         **{name: address(vectors.get(name)) for name in _BESIDE},
     )  # fmt: skip
 

@@ -209,6 +209,7 @@ class Experts:
         self._router, self._correction = weights.vector("router"), weights.optional("router_bias")
         self._logit_bias = weights.optional("router_logit_bias")
         self._gate_up, self._down = weights.matrix("experts_gate_up"), weights.matrix("experts_down")
+        self._in, self._out = (weights.matrices.get(name) for name in ("latent_in", "latent_out"))
         down_bias = expert_bias_of_sum(moe, weights.optional("experts_down_bias"), group)
         up_bias = weights.optional("experts_gate_up_bias")
         self._parts = ExpertParts(up_bias, down_bias, activation, moe.scales_inputs)
@@ -230,7 +231,9 @@ class Experts:
         ends = torch.searchsorted(flat[order], self._ids, right=True, out_int32=True)  # [X'], of each expert's pairs
         is_whole = self._num_local == self._moe.num_experts
         pairs = Pairs(order, ends, weights, None if is_whole else flat == self._num_local)
-        routed = self._gate_up.swiglu_grouped(self._down, x, pairs, self._kernels, self._parts)  # [T, D]
+        given = x if self._in is None else self._in.multiply(x, None, self._kernels)
+        routed = self._gate_up.swiglu_grouped(self._down, given, pairs, self._kernels, self._parts)  # [T, D]
+        routed = routed if self._out is None else self._out.multiply(routed, None, self._kernels)
         return routed if self._shared is None else routed.add_(self._shared(x))
 
     def of_norm(self, given: SumNorm) -> Tensor:

@@ -1,6 +1,7 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 Nano (NVIDIA): layers of one part and norm each. No torch.
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super (NVIDIA): layers of one part and norm each. No torch.
 
-A layer is Mamba-2, attention without rotary embedding, an MLP ``down(relu(up x)^2)``, or a mixture of such experts.
+A layer is Mamba-2, attention without rotary embedding, an MLP ``down(relu(up x)^2)``, or a mixture of such experts, in
+Super between two projections.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def _rewrite(settings: Settings) -> Settings:
 
 
 def _refusals(settings: Settings) -> list[str]:
-    limit, latent = settings.get("time_step_limit"), settings.get("moe_latent_size")
+    limit, hidden = settings.get("time_step_limit"), whole_number(settings, "hidden_size")
     reasons = other_values(settings, {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"})
     for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
         if flag(settings, name):
             reasons.append(f"{name} is true; no published model of this architecture has it, so it is not built")
-    if latent is not None:
-        reasons.append(f"moe_latent_size is {latent!r}; experts in a latent space (Nemotron 3 Super) are not supported")
+    if not 1 <= (latent := whole_number(settings, "moe_latent_size", hidden)) <= hidden:
+        reasons.append(f"moe_latent_size is {latent}; it must be from 1 to hidden_size ({hidden})")
     own = list(limit) if isinstance(limit, tuple) else limit
     if own not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
         reasons.append(f"time_step_limit is {limit!r}; only [0, Infinity] is supported")
@@ -77,7 +78,8 @@ def _recipe(settings: Settings) -> Recipe:
     if experts := layers(EXPERTS):
         moe = read_sigmoid_moe({**settings, "first_k_dense_replace": 0, "n_shared_experts": 1})
         shared = whole_number(settings, "moe_shared_expert_intermediate_size")
-        recipe["moe"] = replace(moe, own_shared=shared, chosen=experts)
+        latent = whole_number(settings, "moe_latent_size", 0)
+        recipe["moe"] = replace(moe, own_shared=shared, chosen=experts, latent=latent)
     return recipe
 
 

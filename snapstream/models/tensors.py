@@ -441,6 +441,7 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
     if config.has_fused_experts:
         gate_up, down = {f"{names.prefix}.experts.gate_up_proj": ()}, {f"{names.prefix}.experts.down_proj": ()}
     router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
+    width = moe.latent or hidden  # of what the experts that are routed to read and give
     stack = partial(
         TensorSpec, layers=layers, per_expert=True, is_padded=True, is_transposed=config.has_transposed_experts
     )
@@ -448,9 +449,13 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
         "router": TensorSpec(
             shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
         ),
-        "experts_gate_up": stack(shape=(len(moe.own), gates + inner, hidden), parts=gate_up, shard_dim=1),
-        "experts_down": stack(shape=(len(moe.own), hidden, inner), parts=down, shard_dim=2),
+        "experts_gate_up": stack(shape=(len(moe.own), gates + inner, width), parts=gate_up, shard_dim=1),
+        "experts_down": stack(shape=(len(moe.own), width, inner), parts=down, shard_dim=2),
     }
+    if moe.latent:
+        for name, shape, part in (("in", (width, hidden), "fc1"), ("out", (hidden, width), "fc2")):
+            parts: dict[str, tuple[Place, ...]] = {f"{names.prefix}.{part}_latent_proj.weight": ()}
+            specs[f"latent_{name}"] = TensorSpec(shape=shape, parts=parts, layers=layers)
     if moe.has_bias:
         specs["router_bias"] = TensorSpec(
             shape=(moe.num_experts,), parts={correction: ()}, layers=layers, is_matrix=False, dtype="float32"

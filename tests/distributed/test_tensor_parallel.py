@@ -117,7 +117,7 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
 
 
 HYBRIDS = ("lfm2", "lfm2-all", "lfm2-moe", "lfm3", "granite-hybrid", "qwen3.5", "qwen3-next", "nemotron-h",
-           "nemotron-3", "falcon-h1-norm", "bamba")  # fmt: skip
+           "nemotron-3", "nemotron-super", "falcon-h1-norm", "bamba")  # fmt: skip
 STATES_TOLERANCE = 1e-4  # a gated delta rule amplifies rounding
 
 

@@ -356,6 +356,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {**NEMOTRON, "hybrid_override_pattern": "ME*-", "intermediate_size": 96, "moe_intermediate_size": 96,
          "moe_shared_expert_intermediate_size": 160, "n_groups": 1},
     ),
+    "nemotron-super": (  # experts between projections
+        "NemotronHConfig",
+        {**NEMOTRON, "hybrid_override_pattern": "ME*E", "moe_latent_size": 36},
+    ),
     "qwen3-next": (
         "Qwen3NextConfig",
         {**DELTA, "num_hidden_layers": 4, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,

@@ -197,7 +197,8 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             found |= {"tie_word_embeddings": False, "linear_head_dim": size.inputs(100, times=heads),
                       "short_conv_kernel_size": size.any(2, 6), "kda_safe_gate": random.random() < 0.7}  # fmt: skip
         if architecture.startswith("Nemotron"):
-            found |= draw_single_parts(random, size)
+            latent = random.choice([None, size.inputs(found["hidden_size"])])
+            found |= draw_single_parts(random, size) | {"moe_latent_size": latent}
     if family.has_experts:
         found["router_jitter_noise"] = random.choice([0.0, 0.01, 0.5])
         found |= draw_experts(random, size, architecture, layers)

@@ -282,7 +282,7 @@ def kimi(sizes: tuple[int, int, int], q_rank: int | None) -> ModelConfig:
     })  # fmt: skip
 
 
-def single_parts(pattern: str, inner: int, moe_inner: int) -> ModelConfig:
+def single_parts(pattern: str, inner: int, moe_inner: int, latent: int | None = None) -> ModelConfig:
     """Layers of one part each, MLPs and experts without gate."""
     return model_config_from_dict({
         "architectures": ["NemotronHForCausalLM"], "vocab_size": 61, "hidden_size": 64, "intermediate_size": inner,
@@ -290,7 +290,7 @@ def single_parts(pattern: str, inner: int, moe_inner: int) -> ModelConfig:
         "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 20, "conv_kernel": 4,
         "n_routed_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": moe_inner,
         "moe_shared_expert_intermediate_size": 2 * moe_inner, "routed_scaling_factor": 2.5,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 512, "moe_latent_size": latent,
     })  # fmt: skip
 
 
@@ -300,6 +300,8 @@ RECURRENT_MODELS = [
     (single_parts("M-E*EM", 96, 32), "float32", False), (single_parts("-EM*MM", 90, 36), "float32", False),
     (single_parts("EM-*", 160, 96), "int8", False), (single_parts("M-*-", 96, 32), "int8", True),
     (single_parts("*MM-", 96, 32), "int4", True), (single_parts("M*E", 96, 40), "bfloat16", False),
+    (single_parts("ME*E", 96, 32, 37), "float32", False), (single_parts("ME*-", 160, 96, 32), "int8", True),
+    (single_parts("EM*", 96, 40, 45), "bfloat16", False),
     *((mamba2(sizes, at % 2 == 0), width, False)
       for at, sizes in enumerate(SCANS) for width in (("float32", "bfloat16") if at == 1 else ("float32",))),
     (mamba2(SCAN_IN_GROUPS, True), "int8", False), (mamba2(SCAN_IN_GROUPS, False), "int8", True),

@@ -167,6 +167,7 @@ def test_a_native_scan_is_the_reference(seed: int) -> None:
         "granite-hybrid-moe",
         "nemotron-h",
         "nemotron-3",
+        "nemotron-super",
         "kimi-linear",
         "kimi-linear-48b",
         "olmo-hybrid",

@@ -63,7 +63,7 @@ MODELS["recurrent"] = COMMON | {
 MODELS["single parts"] = COMMON | {
     "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "M*-E", "mamba_num_heads": 16, "n_groups": 2,
     "n_routed_experts": 8, "moe_intermediate_size": 256, "moe_shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
+    "moe_latent_size": 256, "tie_word_embeddings": False,
 }  # fmt: skip
 MODELS["kda"] = MODELS["latents"] | {
     "architectures": ["KimiLinearForCausalLM"], "num_hidden_layers": 5, "linear_num_heads": 8, "linear_head_dim": 64,

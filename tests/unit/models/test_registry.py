@@ -1354,7 +1354,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
         {**PHI, "architectures": ["NemotronForCausalLM"], "hidden_act": "silu"},
         "hidden_act is 'silu'; of this architecture it must be 'relu2'",
     ),
-    ({**NEMOTRON, "moe_latent_size": 32}, "moe_latent_size is 32; experts in a latent space"),
+    ({**NEMOTRON, "moe_latent_size": 65}, r"moe_latent_size is 65; it must be from 1 to hidden_size \(\d+\)"),
     ({**NEMOTRON, "mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'; of this architecture it must be 'relu2'"),
     ({**NEMOTRON, "mlp_bias": True}, "mlp_bias is true; no published model"),
     ({**NEMOTRON, "time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]; only"),

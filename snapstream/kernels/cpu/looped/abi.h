@@ -37,6 +37,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     Stack qkv_rest;  // rows after those of qkv, in another format; rows 0: none
     // [held, 2M (without gate M) or D, D or M]: expert e is matrix e - first_held; the shared ones in one, or none.
     Stack experts_gate_up, experts_down, shared_gate_up, shared_down;
+    Stack latent_in, latent_out;  // [Z, D], [D, Z]: around the experts, which then have Z in the place of D; rows 0: none
     Stack recurrent_in, recurrent_out;  // to b | c | x, or to q | k | v | z; of what the layer makes
     Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
@@ -73,6 +74,7 @@ struct Mixture {  // of experts, in the L' layers that have them; no experts: no
     float shared_scale;        // of the output of the shared experts
     float jitter;           // of sparsemixer, see route() in ../../../models/layers.py; below 0: another choice
     int64_t scales_inputs;  // shares multiply what an expert reads, not what it gives
+    int64_t latent;         // Z; 0: none
     // Experts beside every MLP: norms of the output of the MLP, and of the input and the output of the experts; what the
     // router's input is multiplied with behind the norm, [L, D]; of the shares of experts, [L, X]. Null: in its place.
     const float *mlp_part_norm, *experts_norm, *experts_part_norm, *router_scale, *expert_scale;

@@ -40,7 +40,8 @@ inline bool has_gate(const Model& model) { return has_gate(model.activation); }
 struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its experts, sorted by expert
     // [B, D], rows filled up to ALIGN_K; the same packed; [B, X]; [B, k]; [B k, 2M]; packed by expert [B k, M]
     // [B, D], of experts beside an MLP: what the router reads
-    float *normed, *packed, *scores, *shares, *gate_up, *inner, *routed_by;
+    // [B, Z], rows filled up as well: what experts between projections read, then the sum of what they gave
+    float *normed, *packed, *scores, *shares, *gate_up, *inner, *routed_by, *latents;
     float *shared_gate_up, *shared_inner, *shared_share;  // [B, 2S]; packed [B, S]; [B]: of the shared gate
     std::vector<float*> own, sums;         // of each thread: packed tokens of an expert; what panels gave, by pair
     std::vector<int64_t> chosen, pair_of;  // [B, k]: experts; their pairs
@@ -58,6 +59,7 @@ struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its ex
         normed = cut(batch * wide);
         packed = cut(batch * wide);
         routed_by = cut(m.router_scale ? batch * wide : 0);
+        latents = cut(batch * padded(m.latent));
         scores = cut(batch * (m.experts + W));
         shares = cut(pairs);
         gate_up = cut(pairs * halves * m.inner);

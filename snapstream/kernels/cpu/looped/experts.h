@@ -1,6 +1,7 @@
 // A mixture of experts in the place of a layer's MLP: norm; the router's scores, with gate and up of the shared
 // experts; the choice, which in small batches is made by the thread that scores last; gate and up of the chosen;
-// activation, fused with them where both are whole panels; down and the weighted sum. The choice is the formula of
+// activation, fused with them where both are whole panels; down and the weighted sum. Between two projections experts
+// read and give fewer numbers: the first is computed with the scores, the second with the shared experts. The choice is the formula of
 // route() in ../../../models/layers.py.
 //
 // The chosen matrices are read where they lie, once for all tokens that chose them. Invariant: batch-invariant: a
@@ -234,6 +235,7 @@ inline void norm_tokens(Work& w, int64_t layer) {
         if (w.moe.shared_gate) w.routed.shared_share[b] = shared_share(w, layer, to);
         if (w.moe.shared_inner)
             put_input(own.shared_gate_up, w.routed.packed, Place(w.tokens, b), to, 0, w.model.hidden);
+        if (w.moe.latent) put_input(own.latent_in, w.engine.packed, Place(w.tokens, b), to, 0, w.model.hidden);
     });
 }
 
@@ -253,12 +255,26 @@ inline void score_block(Work& w, int64_t layer, int64_t first) {
     }
 }
 
+// One or two panels of what experts read in the place of the normed tokens.
+inline void project_latents(Work& w, const Stack& stack, int64_t first) {
+    const int64_t wide = padded(stack.rows), panels = panels_left(stack, first);
+    multiply_panels(w, stack, 0, first, panels, w.engine.packed, w.tokens, [&](int64_t i, const float* sums) {
+        const int64_t row = (first + i) * PANEL, count = std::min<int64_t>(PANEL, stack.rows - row);
+        for (int64_t b = 0; b < w.step.batch; ++b) {
+            float* to = w.routed.latents + b * wide;
+            std::memcpy(to + row, sums + b * PANEL, count * 4);
+            if (row + count == stack.rows) std::fill(to + stack.rows, to + wide, 0.0f);
+        }
+    });
+}
+
 inline void score_experts(Work& w, int64_t layer) {
     const int64_t blocks = (w.moe.experts + W - 1) / W;
-    const Stack& stack = w.model.parts[layer].shared_gate_up;
+    const Stack &stack = w.model.parts[layer].shared_gate_up, &latents = w.model.parts[layer].latent_in;
     const int64_t shared = (panels_of(stack) + 1) / 2;
-    w.share(blocks + shared, 1, [&](int64_t task) {
+    w.share(blocks + shared + (panels_of(latents) + 1) / 2, 1, [&](int64_t task) {
         const int64_t own = task - blocks;
+        if (own >= shared) return project_latents(w, latents, 2 * (own - shared));
         if (own >= 0 && activates_experts_at_once(w, layer))
             return active_gate_up(w, shared_activation(w, layer), stack, 0, own, w.routed.packed, w.step.batch,
                                   panels_at(stack, 0, goes_by_panel(w, layer) ? own + 1 : 2 * own + 2),
@@ -329,8 +345,8 @@ inline int64_t first_down(Work& w, const Stack& down, int64_t thread) {
 
 inline void expand_experts(Work& w, int64_t layer) {
     const Stack &gate_up = w.model.parts[layer].experts_gate_up, &down = w.model.parts[layer].experts_down;
-    const int64_t tasks = (panels_of(gate_up) + 1) / 2, all = w.routed.num_spans * tasks,
-        wide = padded(w.model.hidden);
+    const int64_t tasks = (panels_of(gate_up) + 1) / 2, all = w.routed.num_spans * tasks, wide = padded(gate_up.cols);
+    const float* read = w.moe.latent ? w.routed.latents : w.routed.normed;
     const bool is_whole = activates_experts_at_once(w, layer), by_panel = goes_by_panel(w, layer);
     const int64_t own_last = all * (w.thread + 1) / w.pool.size() - 1, panel = first_down(w, down, w.thread);
     int64_t held = -1;  // the span, or of a span of one the token behind all spans, that this thread has packed
@@ -340,14 +356,14 @@ inline void expand_experts(Work& w, int64_t layer) {
         const char* next = panels_at(gate_up, span.expert, by_panel ? i + 1 : 2 * i + 2);
         if (task == own_last) next = panels_at(down, w.routed.spans[0].expert, panel);
         else if (i + 1 == tasks && task + 1 < all) next = panels_at(gate_up, w.routed.spans[place + 1].expert, 0);
-        const float* x = w.routed.normed + w.routed.token[span.begin] * wide;  // one token is packed as it lies
+        const float* x = read + w.routed.token[span.begin] * wide;  // one token is packed as it lies
         if (span.count > 1 || takes_codes(gate_up)) {
             const int64_t packed = span.count > 1 ? place : w.routed.num_spans + w.routed.token[span.begin];
             x = w.routed.own[w.thread];
             Place to(Groups(span.count), 0);
             for (int64_t t = 0; t < span.count && held != packed; ++t, to.next())
-                put_input(gate_up, w.routed.own[w.thread], to,
-                          w.routed.normed + w.routed.token[span.begin + t] * wide, 0, w.model.hidden);
+                put_input(gate_up, w.routed.own[w.thread], to, read + w.routed.token[span.begin + t] * wide, 0,
+                          gate_up.cols);
             held = packed;
         }
         if (is_whole)
@@ -360,36 +376,37 @@ inline void expand_experts(Work& w, int64_t layer) {
     });
 }
 
-// Adds one panel to the residual stream, or to this rank's partial sum, from row `first` on.
-inline void add_panel(Work& w, int64_t layer, Turn turn, const float* sums, int64_t first) {
-    const int64_t rows = std::min<int64_t>(PANEL, w.model.hidden - first);
-    for (int64_t b = 0; b < w.step.batch; ++b) {
-        float total[PANEL] = {};
-        for (int64_t j = 0; j < w.moe.top_k; ++j) {
-            const int64_t pair = w.routed.pair_of[b * w.moe.top_k + j];
-            if (w.routed.span_of[pair] == ELSEWHERE) continue;
-            const float* own = sums + pair * PANEL;
-            for (int i = 0; i < PANEL; ++i) total[i] += own[i];
-            if (!w.moe.down_bias) continue;
-            const int64_t expert = w.routed.spans[w.routed.span_of[pair]].expert;
-            const float *bias = expert_bias(w, w.moe.down_bias, layer, expert, w.model.hidden) + first,
-                        share = w.routed.share_of[pair];
-            for (int64_t i = 0; i < rows; ++i) total[i] += bias[i] * share;
-        }
-        const float* shared = sums + (num_pairs(w) + b) * PANEL;
-        for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i] * w.moe.shared_scale;
-        const int64_t at = b * w.model.hidden + first;
-        for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
-        const bool is_alone = w.ranks.is_alone();
-        if (is_alone && !w.model.parts[layer].mlp_out_norm && !is_beside_mlp(w.model))
-            for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
-        else
-            std::copy(total, total + rows,
-                      (is_alone || is_beside_mlp(w.model) ? w.engine.outputs : own_part(w, turn)) + at);
+// What the experts of token b gave, of a panel from row `first` on; sums: of the pairs.
+inline void sum_pairs(Work& w, int64_t layer, const float* sums, int64_t b, int64_t first, float* total) {
+    const int64_t size = w.model.parts[layer].experts_down.rows, rows = std::min<int64_t>(PANEL, size - first);
+    for (int64_t j = 0; j < w.moe.top_k; ++j) {
+        const int64_t pair = w.routed.pair_of[b * w.moe.top_k + j];
+        if (w.routed.span_of[pair] == ELSEWHERE) continue;
+        const float* own = sums + pair * PANEL;
+        for (int i = 0; i < PANEL; ++i) total[i] += own[i];
+        if (!w.moe.down_bias) continue;
+        const int64_t expert = w.routed.spans[w.routed.span_of[pair]].expert;
+        const float *bias = expert_bias(w, w.moe.down_bias, layer, expert, size) + first, share = w.routed.share_of[pair];
+        for (int64_t i = 0; i < rows; ++i) total[i] += bias[i] * share;
     }
 }
 
-inline void add_up_experts(Work& w, int64_t layer) {
+// Adds it, and a panel of the shared experts, to the residual stream, or to this rank's partial sum.
+inline void add_panel(Work& w, int64_t layer, int64_t b, int64_t first, float* total, const float* shared) {
+    const int64_t rows = std::min<int64_t>(PANEL, w.model.hidden - first), at = b * w.model.hidden + first;
+    for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i] * w.moe.shared_scale;
+    for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
+    const bool is_alone = w.ranks.is_alone();
+    if (is_alone && !w.model.parts[layer].mlp_out_norm && !is_beside_mlp(w.model))
+        for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
+    else
+        std::copy(total, total + rows,
+                  (is_alone || is_beside_mlp(w.model) ? w.engine.outputs : own_part(w, turn_of(w, layer, AFTER_MLP))) + at);
+}
+
+// finish(b, first, total, shared): a panel of token b, what its experts gave and what the shared ones did.
+template <class Finish>
+void add_up_pairs(Work& w, int64_t layer, const Stack& shared, Finish finish) {
     const Stack& down = w.model.parts[layer].experts_down;
     const int64_t panels = panels_of(down), at_once = down_at_once(w, down);
     // of a panel: those of the pairs, then those of the shared experts
@@ -410,12 +427,49 @@ inline void add_up_experts(Work& w, int64_t layer) {
             multiply_panels(w, down, span.expert, first, count, w.routed.inner + span.begin * padded(w.moe.inner), groups,
                             keep(span.begin, span.count));
         }
-        if (w.moe.shared_inner)
-            multiply_panels(w, w.model.parts[layer].shared_down, 0, first, count, w.routed.shared_inner, w.tokens,
-                            keep(num_pairs(w), w.step.batch));
+        if (shared.rows)
+            multiply_panels(w, shared, 0, first, count, w.routed.shared_inner, w.tokens, keep(num_pairs(w), w.step.batch));
         for (int64_t i = 0; i < count; ++i)
-            add_panel(w, layer, turn_of(w, layer, AFTER_MLP), own + i * lines * PANEL, (first + i) * PANEL);
+            for (int64_t b = 0; b < w.step.batch; ++b) {
+                const float* sums = own + i * lines * PANEL;
+                float total[PANEL] = {};
+                sum_pairs(w, layer, sums, b, (first + i) * PANEL, total);
+                finish(b, (first + i) * PANEL, total, sums + (num_pairs(w) + b) * PANEL);
+            }
     });
+}
+
+// Their sum is projected, and the shared experts are added.
+inline void add_up_latents(Work& w, int64_t layer) {
+    const LayerParts& parts = w.model.parts[layer];
+    const int64_t size = parts.latent_out.cols, wide = padded(size);
+    add_up_pairs(w, layer, Stack{}, [&](int64_t b, int64_t first, const float* total, const float*) {
+        std::copy(total, total + std::min<int64_t>(PANEL, size - first), w.routed.latents + b * wide + first);
+    });
+    w.end_part();
+    make_input(w, parts.latent_out, [&](int64_t b, int64_t first, int64_t count, float* out) {
+        std::copy_n(w.routed.latents + b * wide + first, count, out);
+    });
+    w.end_part();
+    float *own = w.routed.sums[w.thread], *shared = own + w.step.batch * PANEL;
+    w.share(panels_of(parts.latent_out), 1, [&](int64_t panel) {
+        const auto keep = [&](float* to) {
+            return [=, &w](int64_t, const float* sums) { std::memcpy(to, sums, w.step.batch * PANEL * 4); };
+        };
+        multiply_panels(w, parts.latent_out, 0, panel, 1, w.engine.packed, w.tokens, keep(own));
+        if (w.moe.shared_inner)
+            multiply_panels(w, parts.shared_down, 0, panel, 1, w.routed.shared_inner, w.tokens, keep(shared));
+        for (int64_t b = 0; b < w.step.batch; ++b)
+            add_panel(w, layer, b, panel * PANEL, own + b * PANEL, shared + b * PANEL);
+    });
+}
+
+inline void add_up_experts(Work& w, int64_t layer) {
+    if (w.moe.latent) return add_up_latents(w, layer);
+    add_up_pairs(w, layer, w.model.parts[layer].shared_down,
+                 [&](int64_t b, int64_t first, float* total, const float* shared) {
+                     add_panel(w, layer, b, first, total, shared);
+                 });
 }
 
 // Beside an MLP: what the experts and the router read of the residual stream, whose norms are in `factors`.
