@@ -202,11 +202,14 @@ class Family:
     kv_spec: Callable[[ModelConfig, DType, KVDType], KVSpec] = KVSpec.of
 
     def complete(self, settings: Settings) -> Settings:
-        """A config.json with defaults for absent keys; of a text part its fields over those around it."""
+        """A config.json with defaults for absent keys; of a text part its fields over those around it, but embeddings
+        that either ties are tied.
+        """
         if self.is_text_part and (inner := settings.get("text_config")) is not None:
             if not isinstance(inner, dict):
                 raise ValueError(f"text_config is {inner!r}; it must be an object of settings")
-            settings = {**settings, **inner}
+            is_tied = settings.get("tie_word_embeddings") is True
+            settings = {**settings, **inner, **({"tie_word_embeddings": True} if is_tied else {})}
         own = self.text_parts.get(str(settings.get("model_type")), self)
         defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **own.defaults}
         if settings.get("rope_parameters") is not None:  # the other spelling of one dict

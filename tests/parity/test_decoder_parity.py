@@ -231,6 +231,10 @@ WITH_TOWERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]}},
     ),
     "Qwen3VL": ({"head_dim": 20, "rope_parameters": MROPE}, {"vision_config": QWEN_VISION}),
+    "Qwen3VL-tied": (  # as the outer config alone says
+        {"head_dim": 20, "rope_parameters": MROPE},
+        {"vision_config": QWEN_VISION, "tie_word_embeddings": True},
+    ),
     "Qwen3VLMoe": (
         {
             "head_dim": 20,
