@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
+from snapstream.config.values import num_cores
 from snapstream.config.weights import IQ4_NUMBERS, IQ_NUMBERS, IQ_UNITS, K_GROUPS, stack_name
 from snapstream.models.gguf_architectures import Model
 from snapstream.models.gguf_header import FLOATS, Tensor, first_file
@@ -483,10 +485,13 @@ class Shard:
             return numbers if view.columns is None else numbers[..., view.columns]
         rows = data.reshape(-1, data.shape[-1])
         step = max(_BYTES_AT_A_TIME // rows.shape[1], 1)
-        parts = [self._integers(view, rows[start : start + step], kind) for start in range(0, len(rows), step)]
+        chunks = [rows[start : start + step] for start in range(0, len(rows), step)]
+        with ThreadPoolExecutor(min(num_cores(), len(chunks))) as pool:
+            parts = [*pool.map(partial(self._integers, view, kind), chunks)]
         return numpy.concatenate(parts).reshape(*data.shape[:-1], *parts[0].shape[1:])
 
-    def _integers(self, view: View, rows: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    @staticmethod
+    def _integers(view: View, kind: str, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Scales or codes of ``rows [n, bytes]``, few enough to stay in a cache."""
         import numpy
 
