@@ -11,7 +11,6 @@ Everything follows from the config's integers, so the figures are bounds, not me
 * with several ranks all of it is one rank's; rows and tokens per second are those of all ranks together.
 
 ``Plan.as_dict`` is what ``snapstream plan --json`` prints.
-
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any, Literal
 from snapstream.config import (
     DEFAULT_OBSERVATION,
     DEFAULT_SINK,
-    DType,
     EngineConfig,
     EngineOptions,
     KVBudget,
@@ -74,15 +72,17 @@ class PrefixPlan:
     prompt_bytes: int  # what a hit of the planned prompt copies
 
 
-def prefix_plan(
-    model: ModelConfig, dtype: DType, store: PrefixStoreConfig, prompt_len: int, num_ranks: int = 1
-) -> PrefixPlan:
-    """The plan for prompts of ``prompt_len`` tokens.
+def prefix_plan(model: ModelConfig, options: EngineOptions, prompt_len: int, device: str) -> PrefixPlan | None:
+    """The plan for prompts of ``prompt_len`` tokens; None without a store.
 
-    ``model``: of one of ``num_ranks``, which share the size of the store. ValueError for a store of less than a block.
+    ``model``: of one rank; all of them share the size of the store. ValueError for a store of less than a block.
     """
-    spec = kv_spec_of(model, dtype)
-    stored = num_ranks * spec.stored_token_bytes(store.snapshot_len)
+    if options.prefix_store == "auto":
+        raise ValueError("prefix_store is 'auto'; a plan needs a size, such as 8GiB")
+    if not isinstance(options.prefix_store, PrefixStoreConfig):
+        return None
+    store, spec = options.prefix_store.on(device), kv_spec_of(model, options.dtype)
+    stored = options.tensor_parallel * spec.stored_token_bytes(store.snapshot_len)
     num_tokens = store.num_blocks(stored) * store.block_len
     num_copied = prompt_len // store.block_len * store.block_len
     return PrefixPlan(
@@ -252,15 +252,6 @@ def _lengths(model: ModelConfig, options: EngineOptions, prompt_len: int | None)
     return prompt_len, max_model_len
 
 
-def _prefix_plan(model: ModelConfig, options: EngineOptions, prompt_len: int) -> PrefixPlan | None:
-    store = options.prefix_store
-    if store == "auto":
-        raise ValueError("prefix_store is 'auto'; a plan needs a size, such as 8GiB")
-    if not isinstance(store, PrefixStoreConfig):
-        return None
-    return prefix_plan(model, options.dtype, store.on("cuda"), prompt_len, options.tensor_parallel)
-
-
 def make_plan(
     model: ModelConfig,
     options: EngineOptions | None = None,
@@ -311,7 +302,7 @@ def make_plan(
         prefill_pool_bytes=of_full.staging_bytes + of_full.transient_bytes + of_full.query_bytes,
         all_layers_staging_bytes=model.num_layers * (prefill.staging_bytes - prefill.expanded_bytes),
         draft=draft,
-        prefix=_prefix_plan(planner.own, options, prompt_len),
+        prefix=prefix_plan(planner.own, options, prompt_len, gpu.kind),
         rows=rows,
         ranks=ranks,
     )

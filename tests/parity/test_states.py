@@ -231,8 +231,8 @@ def test_a_planned_store_shares_its_bytes_between_blocks_and_snapshots() -> None
     assert (
         store.num_bytes - spec.state_bytes - store.block_len * spec.stored_token_bytes(2048) < used <= store.num_bytes
     )
-    planned = prefix_plan(model, "bfloat16", store, 100_000)
-    assert planned.num_tokens == num_blocks * store.block_len
+    planned = prefix_plan(model, EngineOptions(dtype="bfloat16", prefix_store=store), 100_000, "cuda")
+    assert planned is not None and planned.num_tokens == num_blocks * store.block_len
     assert planned.prompt_bytes == 390 * store.block_len * spec.prefix_token_bytes + spec.state_bytes
 
 

@@ -6,7 +6,7 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from benchmarks.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MIXTRAL
 from snapstream.cli.__main__ import main
 from snapstream.cli.plan import print_plan
 from snapstream.config import EngineOptions, ModelConfig, PrefixStoreConfig, as_prefix_store
+from snapstream.config.engine import BLOCK_LEN
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.models.sharding import (
     active_parameters,
@@ -27,7 +28,7 @@ from snapstream.models.sharding import (
 from snapstream.models.weights import DecoderWeights
 from snapstream.plan.fit import resolve_chunking
 from snapstream.plan.memory import engine_memory
-from snapstream.plan.plan import make_plan
+from snapstream.plan.plan import Device, make_plan
 from snapstream.startup.measure import HostMemory, host_memory
 from snapstream.startup.notes import describe_store
 from snapstream.startup.resolve import Machine, resolve
@@ -185,6 +186,14 @@ def test_what_a_prefix_store_holds() -> None:
     shown = io.StringIO()
     print_plan(plan, Console(file=shown, width=100))
     assert "64 GiB on the host hold 524,288 tokens, 16 such prompts" in shown.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_prefix_store_is_planned_in_blocks_of_the_device(kind: Literal["cpu", "cuda"]) -> None:
+    block_len = BLOCK_LEN[kind]
+    options = EngineOptions(dtype="bfloat16", prefix_store="1GiB", max_model_len=4096)
+    plan = make_plan(MODEL, options, prompt_len=4095, gpu=Device(kind=kind))
+    assert plan.prefix is not None and plan.prefix.prompt_bytes == 4095 // block_len * block_len * TOKEN
 
 
 def test_a_plan_without_one_says_nothing_of_it() -> None:
