@@ -132,7 +132,7 @@ def _fixed_costs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _table(titles: Sequence[str]) -> Table:
-    """No frame, no wrapped cells: seven columns then fit into 60."""
+    """No frame and no wrapped cells, so that it fits 60 columns."""
     from rich import box
     from rich.table import Table
 

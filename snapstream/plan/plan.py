@@ -45,7 +45,6 @@ from snapstream.models.sharding import (
 from snapstream.plan.fit import engine_config, resolve_formats
 from snapstream.plan.memory import (
     DraftMemory,
-    EngineMemory,
     PrefillMemory,
     engine_memory,
     prefill_memory,
@@ -207,17 +206,11 @@ class _Planner:
             return config(options, budget)
         return config(replace(options, heads=None), budget)  # full rows have nothing to divide among heads
 
-    def memory(self, budget: KVBudget) -> EngineMemory:
-        """Memory of that engine."""
-        return engine_memory(self.model, self.config(budget))
-
     def row(self, name: str, budget: KVBudget) -> RowPlan:
-        memory, heads = self.memory(budget), self.config(budget).heads
-        visible = (
-            heads.of(budget, self.prompt_len).mean_visible(self.prompt_len)
-            if heads
-            else num_visible(self.prompt_len, budget.capacity)
-        )
+        config = self.config(budget)
+        memory, visible = engine_memory(self.model, config), num_visible(self.prompt_len, budget.capacity)
+        if config.heads is not None:
+            visible = config.heads.of(budget, self.prompt_len).mean_visible(self.prompt_len)
         read = self.spec.visible_bytes(visible, self.prompt_len)
         max_rows, bandwidth = max(0, memory.rows_that_fit(self.gpu.memory_bytes)), self.gpu.bandwidth_bytes_per_s
         one, all_rows = (
@@ -233,7 +226,7 @@ class _Planner:
             max_rows=max_rows,
             tokens_per_s_one=bandwidth / (one + read),
             tokens_per_s_max=max_rows * bandwidth / (all_rows + rank_rows * read),
-            transfer_bytes=row_sizes(self.model, self.config(budget)).row_bytes(self.prompt_len, budget),
+            transfer_bytes=row_sizes(self.model, config).row_bytes(self.prompt_len, budget),
         )
 
 
@@ -270,11 +263,12 @@ def make_plan(
     prompt_len, max_model_len = _lengths(model, options, prompt_len)
     planner = _Planner(model, options, prompt_len, max_model_len, gpu, draft)
     full = KVBudget.full(max_model_len)
-    chunking = planner.config(full).chunking
+    full_config = planner.config(full)
+    chunking = full_config.chunking
     chunk_len = job_chunk_len(chunking, prompt_len)
     selector = make_selector(options.selector)
     prefill = prefill_memory(planner.own, prompt_len, chunk_len=chunk_len, dtype=options.dtype, selector=selector)
-    of_full = planner.memory(full)
+    of_full = engine_memory(model, full_config)
     budgeted = (planner.row(str(budget.capacity), budget) for budget in planner.budgets(budgets))
     rows = (planner.row("full", full), *budgeted)
     ranks = None
