@@ -4,8 +4,7 @@ It drafts greedily where prompt lookup finds nothing; ``speculation.py`` decides
 Its steps are those of an executor, not always that of the target (``plan/fit.py``).
 Its own memory is constant too: a row holds the last tokens of its sequence (``config/engine.py:Speculator``). When it
 is full, or too far behind, half as many tokens are read anew, by prefill. Slots never wrap around, so a rejected token
-is taken back by a counter. Invariant: nothing here changes an answer, only how many tokens a step
-accepts.
+is taken back by a counter. Invariant: nothing here changes an answer, only how many tokens a step accepts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts, Verifier
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
-from snapstream.exec.speculation import History, VerifyingStep
+from snapstream.exec.speculation import History
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import Case
 from snapstream.kernels.memory import upload
@@ -75,7 +74,7 @@ class DraftModel:
         )
         decode = make_decode(parts)
         assert isinstance(decode, Verifier)  # others are refused
-        self.decode: VerifyingStep = decode
+        self.decode = decode
         size = decoder.config.stream_size
         self._buffers = StagingBuffers(spec, size, config.pool_tokens, decoder.dtype, self._device)
         self._chunk_len, self._read_len = config.chunking.chunk_len, config.pool_tokens

@@ -101,7 +101,7 @@ GoOn = Callable[[Sequence[int], Sequence[int]], Sequence[bool]]
 
 
 @runtime_checkable
-class Verifier(Protocol):
+class Verifier(DecodeStep, Protocol):
     """A decode step that takes drafts (``speculation.py``)."""
 
     most_draft_rows: int | None  # a larger batch takes none; None: no limit

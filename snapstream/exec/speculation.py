@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import KVBudget
-from snapstream.exec.eager import DecodeStep, DraftBatch, StepParts, Verifier, draft_batch
+from snapstream.exec.eager import DraftBatch, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.results import Arriving, RowGrammars, Stopwatch, Verified
 from snapstream.exec.sampling import Sampled
@@ -48,10 +48,6 @@ _PRIOR_SLOPE = 0.1  # a drafted token's share of the time of a step, before it i
 _PRIOR_RATE = 0.7  # share of drafted tokens that are accepted, before any was verified
 _READ_SHARE = 0.03  # of the time that is left of an answer, for reading its last tokens into the draft model
 LEAST_WAIT, MOST_WAIT = 32, 512  # steps in which a draft model that does not pay is not asked
-
-
-class VerifyingStep(DecodeStep, Verifier, Protocol):
-    """A ``DecodeStep`` that is a ``Verifier``."""
 
 
 class Drafter(Protocol):
@@ -199,7 +195,7 @@ class Speculation:
     """Drafts for the rows of one engine, as many as their acceptance and the time of wider steps let pay."""
 
     parts: StepParts
-    decode: VerifyingStep
+    decode: Verifier
     most: int  # drafted tokens per row and step
     grammars: RowGrammars
     drafter: Drafter | None = None  # asked where prompt lookup finds nothing
