@@ -166,7 +166,7 @@ class Ladder:
 
     @property
     def num_stages(self) -> int:
-        return self.looped.num_stages
+        return self.looped.engine.num_stages
 
     @property
     def layer_bounds(self) -> list[int]:

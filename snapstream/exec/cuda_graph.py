@@ -233,10 +233,6 @@ class GraphDecode:
         """See ``EagerDecode.logits``; overwritten by the next step."""
         return self._feed(rows)[1][: rows.shape[0]]
 
-    def draw(self, logits: Tensor, rows: Tensor, needs: SamplingNeeds) -> Sampled:
-        """See ``EagerDecode.draw``."""
-        return self._eager.draw(logits, rows, needs)
-
     def _bucket(self, size: int) -> int:
         return next(bucket for bucket in self._buckets if bucket >= size)
 

@@ -385,12 +385,7 @@ class LoopedDecode:
         self._logits = logits.view(self._max_batch, vocab_size)
         self._sampler = NativeDraw(self.pool, parts.sampling, parts.rows, self._max_batch)
         self._fed: Tensor | None = None  # whose address the step has
-        self._step = Step(logits=address(self._logits), first=0, last=self.num_stages)
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of a step, each between two barriers."""
-        return self.engine.num_stages
+        self._step = Step(logits=address(self._logits), first=0, last=self.engine.num_stages)
 
     @property
     def workspace_bytes(self) -> int:

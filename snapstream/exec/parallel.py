@@ -66,7 +66,7 @@ class ParallelRunner:
 
     def __init__(self, rank_0: RankRunner, workers: WorkerRanks, leave: Callable[[], None]) -> None:
         """``leave`` leaves the process group: at ``close``, or when this is garbage-collected."""
-        self.rank_0, self._workers = rank_0, workers
+        self.rank_0, self.workers = rank_0, workers
         files = rank_0.runner.prefix_tier
         self._files = None if files is None else RankFiles(files, len(workers), self._send)
         if self._files is not None:
@@ -79,16 +79,6 @@ class ParallelRunner:
         """The files of all ranks, if the prefix store has a folder."""
         return self._files
 
-    @property
-    def worker_pids(self) -> tuple[int, ...]:
-        """Processes of the worker ranks on this machine."""
-        return self._workers.pids
-
-    @property
-    def lost(self) -> str | None:
-        """Why a rank was lost; None while all are running."""
-        return self._workers.lost
-
     def is_ready(self, job_id: int) -> bool:
         """See ``Runner.is_ready``; all ranks copy the same amount."""
         return self.rank_0.runner.is_ready(job_id)
@@ -99,21 +89,21 @@ class ParallelRunner:
 
     def submit(self, plan: StepPlan) -> SubmittedStep:
         """Run a plan on every rank. RankLost if one has ended; the engine is then unusable."""
-        with _uninterrupted(), self._workers.step():
+        with _uninterrupted(), self.workers.step():
             plan = replace(plan, drafts=self.rank_0.runner.propose(plan))
             # Without received rows, which workers get layer by layer, in collectives.
             rowless = tuple(replace(row, row=None) for row in plan.received)
-            self._workers.send(replace(plan, received=rowless))
+            self.workers.send(replace(plan, received=rowless))
             try:
                 return self.rank_0.submit(plan)
             except Exception:
-                self._workers.check_lost()
+                self.workers.check_lost()
                 raise
 
     def _send(self, message: object) -> None:
         """To all workers or, if Ctrl-C comes first, none. RankLost if one has ended."""
         with _uninterrupted():
-            self._workers.send(message)
+            self.workers.send(message)
 
     def close(self) -> None:
         """End the workers, and wait for their processes on this machine."""

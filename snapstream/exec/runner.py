@@ -186,7 +186,7 @@ class ModelRunner:
         self._batches = DecodeBatches(device)
         self._parts = RowParts(self.cache, decoder)
         self._connector: KVConnector | None = None
-        self._jobs: dict[int, PrefillJob] = {}
+        self.jobs: dict[int, PrefillJob] = {}  # open ones, by id
         self.speculation: Speculation | None = None
         self.use_decode(make_decode or executor_of(config.executor).decode_step, progress=progress)
         if decoder.kernels.version == "triton":
@@ -201,11 +201,6 @@ class ModelRunner:
         if self.config.num_speculative_tokens and isinstance(self.decode, Verifier):
             most = self.config.num_speculative_tokens
             self.speculation = Speculation(self.step_parts, self.decode, most, self._grammars)
-
-    @property
-    def num_jobs(self) -> int:
-        """Open prefill jobs."""
-        return len(self._jobs)
 
     def connect(self, connector: KVConnector) -> None:
         """See ``Runner.connect``. Of several ranks only rank 0 has a connector."""
@@ -243,7 +238,7 @@ class ModelRunner:
             for saved in plan.saved_rows:
                 save_row(self.prefix_blocks, self.cache, saved)
         for spec in plan.opened_jobs:
-            self._jobs[spec.job_id] = self._open_job(spec)
+            self.jobs[spec.job_id] = self._open_job(spec)
             for entry in spec.entries:
                 self._grammars.prepare(entry)
         for entry in plan.prepared:
@@ -251,7 +246,7 @@ class ModelRunner:
         if plan.received:
             self._receive(plan.received, step)
         for units in plan.units:
-            job = self._jobs[units.job_id]
+            job = self.jobs[units.job_id]
             for unit in range(units.first, units.first + units.count):
                 job.run_unit(unit)
                 self._on_unit()
@@ -259,7 +254,7 @@ class ModelRunner:
                 if self.mover is not None:
                     self.mover.close(job.spec.job_id, is_done=True)
                 self._finish_job(job, step)
-                del self._jobs[units.job_id]
+                del self.jobs[units.job_id]
         if plan.decode_rows:
             batch = self._batches.of(plan.decode_rows, self.first.params)
             self._decode(plan, batch, step)
@@ -284,7 +279,7 @@ class ModelRunner:
         self._grammars.follow(rows if verified is None else last_entries(rows, verified), copy, step)
 
     def _drop(self, job_id: int) -> None:
-        self._jobs.pop(job_id, None)
+        self.jobs.pop(job_id, None)
         if self.mover is not None:  # perhaps opened before the job was registered
             self.mover.close(job_id, is_done=False)
 

@@ -46,10 +46,10 @@ def pair(folder: Path) -> Iterator[Pair]:
         patch.setenv("SNAPSTREAM_CHECK_RANKS", "1")
         with LLM(folder, **ENGINE_SETTINGS) as one, LLM(folder, **ENGINE_SETTINGS, tensor_parallel=2) as two:
             runner = two.engine.runner
-            assert isinstance(runner, ParallelRunner) and len(runner.worker_pids) == 1
-            assert all(is_running(pid) for pid in runner.worker_pids)
+            assert isinstance(runner, ParallelRunner) and len(runner.workers.pids) == 1
+            assert all(is_running(pid) for pid in runner.workers.pids)
             yield Pair(one, two)
-    assert not any(is_running(pid) for pid in runner.worker_pids), "a closed engine leaves no process"
+    assert not any(is_running(pid) for pid in runner.workers.pids), "a closed engine leaves no process"
     assert torch.get_num_threads() == threads
 
 

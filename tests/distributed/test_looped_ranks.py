@@ -150,7 +150,7 @@ def start(folder: Path) -> Iterator[Callable[[], LLM]]:
 
     def started() -> LLM:
         engines.append(LLM(folder, **SETTINGS, tensor_parallel=2))
-        pids.extend(runner_of(engines[-1]).worker_pids)
+        pids.extend(runner_of(engines[-1]).workers.pids)
         return engines[-1]
 
     yield started
@@ -217,7 +217,7 @@ def test_a_rank_that_is_killed_amid_a_step_ends_the_engine(
     monkeypatch.setattr(speculation, "MAX_PAUSE", 0)
     llm = start()
     runner = runner_of(llm)
-    [pid], decode = runner.worker_pids, runner.rank_0.runner.decode
+    [pid], decode = runner.workers.pids, runner.rank_0.runner.decode
     assert isinstance(decode, LoopedDecode)
     assert decode.shared is not None
     memory, verify, verifying = decode.shared, LoopedDecode.verify, threading.Event()

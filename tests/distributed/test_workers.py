@@ -77,7 +77,7 @@ def test_a_rank_from_elsewhere_is_one_like_any(folder: Path, tmp_path: Path, spr
         found = [[sample.token_ids for sample in output.samples] for output in llm.generate(prompts, params)]
         assert found == wanted
         runner = llm.engine.runner
-        assert isinstance(runner, ParallelRunner) and runner.worker_pids == ()
+        assert isinstance(runner, ParallelRunner) and runner.workers.pids == ()
         llm.close()
         assert worker.wait(HANG_S) == 0
         assert worker.stderr is not None and "rank 0 has closed its engine, or is lost" in worker.stderr.read()
@@ -88,7 +88,7 @@ def test_a_rank_from_elsewhere_that_dies_is_missed(folder: Path, spread: dict[st
         os.kill(worker.pid, signal.SIGKILL)
         runner = llm.engine.runner
         assert isinstance(runner, ParallelRunner)
-        until(lambda: runner.lost is not None)
+        until(lambda: runner.workers.lost is not None)
         with pytest.raises(RankLost, match="rank 1 is lost: its machine, its process or the network between"):
             llm.generate(["Some words"], SamplingParams(max_tokens=4))
         with pytest.raises(RuntimeError, match="an earlier step of this LLM failed, and nothing more is run"):

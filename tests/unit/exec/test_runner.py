@@ -158,7 +158,7 @@ def test_a_unit_out_of_order_is_a_bug_and_ends_the_job(runner: ModelRunner) -> N
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(3, 0, 2),)))
     with pytest.raises(RuntimeError, match="unit 3 was planned, unit 2 is next"):
         runner.submit(StepPlan(step_id=1, units=(UnitRange(3, 3, 1),)))
-    assert runner.num_jobs == 0
+    assert not runner.jobs
 
 
 def test_a_dropped_job_is_forgotten(runner: ModelRunner) -> None:
