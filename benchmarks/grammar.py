@@ -20,8 +20,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from benchmarks.machine import ceilings, report, timed_seconds
 from snapstream.assets import TINY_MODEL
+from snapstream.exec.row_state import NewRow, SamplingNeeds
 from snapstream.exec.sampling import sample
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.grammar import GrammarCompiler
 from snapstream.types import Grammar, SamplingParams
 

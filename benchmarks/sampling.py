@@ -19,9 +19,10 @@ from torch import Tensor
 from benchmarks.machine import ceilings, report, timed_seconds
 from snapstream.config.values import num_cores
 from snapstream.exec.looped_cpu import NativeDraw
+from snapstream.exec.row_state import NewRow, SamplingNeeds
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import sample
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.cpu.looped.library import ThreadPool, load
 from snapstream.types import SamplingParams
 

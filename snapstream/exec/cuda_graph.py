@@ -25,8 +25,8 @@ from torch import Tensor
 
 from snapstream.exec.eager import DecodeStep, DraftBatch, DraftTurns, DrawnTurns, EagerDecode, GoOn, StepParts
 from snapstream.exec.executors import MAX_DRAFTED, draft_sizes
+from snapstream.exec.row_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.kernels.memory import upload
 
 Out = TypeVar("Out")  # a tensor, or a named tuple of tensors

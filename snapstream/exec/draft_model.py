@@ -19,8 +19,9 @@ from torch import Tensor
 from snapstream.config import EngineConfig, KVBudget, make_selector
 from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import Rows
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.exec.speculation import History
 from snapstream.kernels.backends.autotune import choose
 from snapstream.kernels.backends.prefill import Case

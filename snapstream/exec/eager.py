@@ -17,9 +17,10 @@ from torch import Tensor
 
 from snapstream.config import EngineConfig
 from snapstream.exec.executors import max_batch
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import RecentQueries, Rows
 from snapstream.exec.sampling import Sampled, sample
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.memory import upload
 from snapstream.kv.cache import KVCache
 from snapstream.models.decoder import Decoder

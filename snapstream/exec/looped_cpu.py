@@ -23,9 +23,10 @@ from snapstream.config.model import DeltaNet, LengthScale, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import DraftBatch, GoOn, StepParts
 from snapstream.exec.executors import max_batch, why_not_looped, why_not_looped_ranks
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.cpu.looped.library import (
     ACTIVATIONS,
     FORMATS,

@@ -16,9 +16,10 @@ from snapstream.config import EngineConfig, KVBudget
 from snapstream.exec.eager import DecodeStep, OwnSampler
 from snapstream.exec.prefix_store import PrefixMover
 from snapstream.exec.results import Finished, RowGrammars, Stopwatch, SubmittedStep
+from snapstream.exec.row_state import NewRow, SamplingNeeds
 from snapstream.exec.rows import Counters, Rows
 from snapstream.exec.sampling import sample
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.backends.autotune import PrefillAttention
 from snapstream.kernels.memory import upload
 from snapstream.kv import layout

@@ -33,10 +33,11 @@ from snapstream.exec.results import (
     prefill_result,
     received_result,
 )
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import prompt_logprobs
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.exec.speculation import Speculation
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.backends.autotune import PrefillAttention, choose

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, float64
 
-from snapstream.exec.row_state import UNIFORM_BITS, signed
-from snapstream.exec.sampling_state import SamplingNeeds, SamplingState
+from snapstream.exec.row_state import UNIFORM_BITS, SamplingNeeds, signed
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.step import FIRST, GOLDEN, SECOND
 
 LOWEST_KEY = -(2**31)

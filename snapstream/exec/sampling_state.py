@@ -17,20 +17,16 @@ from torch import Tensor
 from snapstream.exec.row_state import (
     FIELDS,
     LISTS,
-    LOGPROB_SIZES,
     PADDING,
     NewRow,
     Number,
-    SamplingNeeds,
     padded_stop_ids,
     uses_penalties,
 )
 from snapstream.kernels.memory import upload
 from snapstream.types import NUM_STOP_IDS, SamplingParams
 
-__all__ = ["LOGPROB_SIZES", "MAX_VOCAB", "NewRow", "SamplingNeeds", "SamplingState"]
-
-MAX_VOCAB = 2**20  # V x the weight of the likeliest token must fit an int64, see sampler.WEIGHT_ONE
+MAX_VOCAB = 2**20  # V x the weight of the likeliest token must fit an int64, see sampling.WEIGHT_ONE
 _WHOLE = tuple(field for field in FIELDS if not field.kind.startswith("float"))
 _REAL = tuple(field for field in FIELDS if field.kind.startswith("float"))
 

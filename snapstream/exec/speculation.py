@@ -34,8 +34,8 @@ from snapstream.config import KVBudget
 from snapstream.exec.eager import DraftBatch, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.results import Arriving, RowGrammars, Stopwatch, Verified
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.memory import upload
 from snapstream.kv.spec import Window
 from snapstream.step import PrefillEntry

@@ -18,7 +18,7 @@ import torch
 
 from snapstream.config import KVBudget
 from snapstream.config.kv import HeadProfile
-from snapstream.exec.sampling_state import SamplingNeeds
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.kernels.interface import bind
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM

@@ -17,8 +17,8 @@ from snapstream.config import Chunking, DType, EngineConfig, KVBudget, ModelConf
 from snapstream.config.engine import Speculator
 from snapstream.exec.cuda_graph import GraphDecode
 from snapstream.exec.eager import EagerDecode
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.runner import ModelRunner
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.backends.autotune import choose, problem_of
 from snapstream.kernels.backends.prefill import VERSIONS, Case

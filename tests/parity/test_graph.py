@@ -16,7 +16,7 @@ from snapstream.config import KVBudget
 from snapstream.config.values import imported
 from snapstream.exec.cuda_graph import SAMPLERS, bucket_sizes, covers, make_graph, no_collection
 from snapstream.exec.executors import GRAPH, executor_of
-from snapstream.exec.sampling_state import LOGPROB_SIZES, SamplingNeeds
+from snapstream.exec.row_state import LOGPROB_SIZES, SamplingNeeds
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.startup.build import MakeRunner, build_runner

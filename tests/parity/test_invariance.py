@@ -18,9 +18,9 @@ from benchmarks.stand_ins import random_weights
 from snapstream.config import Chunking, EngineConfig, KVBudget, ModelConfig
 from snapstream.exec.cuda_graph import Capturer, GraphDecode, bucket_sizes
 from snapstream.exec.eager import StepParts
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels import reference
 from snapstream.kernels.interface import bind
 from snapstream.kernels.rows import PackedLens

@@ -31,10 +31,10 @@ from snapstream.exec import eager as decode_eager
 from snapstream.exec import prefill
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import RecentQueries
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import NO_TOKEN, Sampled
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.cpu.looped.build import find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kv.selectors.snapkv import SnapKV

@@ -22,9 +22,9 @@ from snapstream.config.weights import K_BLOCK, K_GROUPS, WeightDType, stack_name
 from snapstream.exec.eager import EagerDecode, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.row_state import NewRow, SamplingNeeds
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds
 from snapstream.exec.speculation import SlotBackup
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores

@@ -16,9 +16,9 @@ from torch import Tensor
 from snapstream.config import KVDType, ModelConfig, WeightFormats
 from snapstream.exec.eager import EagerDecode, draft_batch
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import NO_TOKEN
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.exec.speculation import SlotBackup
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load, num_cores

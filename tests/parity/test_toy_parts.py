@@ -22,9 +22,9 @@ from snapstream.config import EXECUTORS, EngineConfig, KVBudget, ModelConfig
 from snapstream.distributed.group import Group
 from snapstream.exec.eager import EagerDecode, StepParts
 from snapstream.exec.executors import Executor
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.runner import ModelRunner
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.interface import CosSin, HeadNorm, Kernels
 from snapstream.llm import LLM
 from snapstream.models.checkpoint import load_weights

@@ -13,8 +13,8 @@ from snapstream.distributed.group import Alone, Group
 from snapstream.exec import runner as model_runner
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.executors import MAX_DRAFTED, draft_sizes
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.runner import ModelRunner
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kernels.backends.autotune import PrefillAttention
 from snapstream.kernels.interface import bind
 from snapstream.models.decoder import Decoder

@@ -11,8 +11,9 @@ import torch
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, make_selector
 from snapstream.exec.results import Finished, HostCopy, RowGrammars, SubmittedStep, Verified, last_entries
+from snapstream.exec.row_state import NewRow
 from snapstream.exec.sampling import Sampled
-from snapstream.exec.sampling_state import NewRow, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.grammar import GrammarCompiler
 from snapstream.step import PrefillEntry
 from snapstream.types import Grammar, SamplingParams

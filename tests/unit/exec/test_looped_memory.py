@@ -15,8 +15,8 @@ from snapstream.exec.draft_model import DraftModel
 from snapstream.exec.eager import EagerDecode
 from snapstream.exec.executors import MAX_DRAFTED, NATIVE_SAMPLING_BYTES, executor_of, looped_workspace
 from snapstream.exec.looped_cpu import LoopedDecode
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.runner import ModelRunner
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.exec.speculation import History
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.kernels.cpu.looped.library import load

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from snapstream.config.values import num_cores
 from snapstream.exec.looped_cpu import NativeDraw
-from snapstream.exec.row_state import UNIFORM_BITS, signed
+from snapstream.exec.row_state import UNIFORM_BITS, NewRow, SamplingNeeds, signed
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import NO_TOKEN, WEIGHT_ONE, Sampled, sample
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import Draw, Sampling, ThreadPool, load
 from snapstream.step import FIRST, GOLDEN, SECOND, WORD

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.stand_ins import random_weights
 from snapstream.config import Chunking, EngineConfig, KVBudget, KVDType, ModelConfig
+from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import Rows
 from snapstream.exec.runner import DecodeBatches, ModelRunner
-from snapstream.exec.sampling_state import SamplingNeeds
 from snapstream.kv import layout
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.kv.spec import Full, KVSpec

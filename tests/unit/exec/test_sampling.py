@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from snapstream.exec import sampling
-from snapstream.exec.row_state import UNIFORM_BITS, stream_of
+from snapstream.exec.row_state import UNIFORM_BITS, NewRow, SamplingNeeds, stream_of
 from snapstream.exec.sampling import (
     WEIGHT_ONE,
     falling_keys,
@@ -25,7 +25,7 @@ from snapstream.exec.sampling import (
     uniform,
     weights,
 )
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.step import GOLDEN, WORD, splitmix64
 from snapstream.types import Grammar, SamplingParams
 

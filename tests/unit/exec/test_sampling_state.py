@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from snapstream.exec.executors import SAMPLING_BYTES
-from snapstream.exec.row_state import row_state_bytes
+from snapstream.exec.row_state import NewRow, SamplingNeeds, row_state_bytes
 from snapstream.exec.sampling import NO_TOKEN, process_logits, sample
-from snapstream.exec.sampling_state import NewRow, SamplingNeeds, SamplingState
+from snapstream.exec.sampling_state import SamplingState
 from snapstream.types import NUM_STOP_IDS, SamplingParams
 
 NUM_ROWS = 7
