@@ -64,6 +64,11 @@ class PrefillEntry:
     is_sent: bool = False  # its one row is sent to another engine, which decodes
 
     @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.token_ids)
+
+    @property
     def num_restored(self) -> int:
         """Cached tokens, at the beginning."""
         return 0 if self.prefix is None else self.prefix.num_restored
@@ -100,7 +105,7 @@ class JobSpec:
     @property
     def num_staged(self) -> int:
         """Tokens of its range of the staging buffers."""
-        return sum(len(entry.token_ids) for entry in self.entries)
+        return sum(entry.prompt_len for entry in self.entries)
 
     @property
     def num_restored(self) -> int:

@@ -45,10 +45,9 @@ class RowWriter:
 
     def num_queries(self, entry: PrefillEntry) -> int:
         """How many of the last queries of a prompt ``write`` needs; 0 if nothing is selected."""
-        prompt_len = len(entry.token_ids)
-        if not any(layout.candidates(budget, prompt_len) for budget in self._budgets(entry)):
+        if not any(layout.candidates(budget, entry.prompt_len) for budget in self._budgets(entry)):
             return 0
-        return entry.selector.num_queries(prompt_len)
+        return entry.selector.num_queries(entry.prompt_len)
 
     def write(
         self, layer: int, entry: PrefillEntry, queries: Tensor | None, keys: Tensor, values: Tensor
@@ -73,24 +72,24 @@ class RowWriter:
 
     def counters(self, entry: PrefillEntry) -> list[Counters]:
         """Counters of each of the entry's rows, which hold the whole prompt now."""
-        heads, prompt_len = self.config.heads, len(entry.token_ids)
-        widest = entry.budget if heads is None else heads.of(entry.budget, prompt_len).widest
-        return [Rows.entry(prompt_len, widest)] * len(entry.rows)
+        heads = self.config.heads
+        widest = entry.budget if heads is None else heads.of(entry.budget, entry.prompt_len).widest
+        return [Rows.entry(entry.prompt_len, widest)] * len(entry.rows)
 
     def admit(self, entry: PrefillEntry) -> None:
         if self.cache.heads is not None:
-            self.cache.heads.admit(entry.rows, entry.budget, len(entry.token_ids))
+            self.cache.heads.admit(entry.rows, entry.budget, entry.prompt_len)
 
     def _budgets(self, entry: PrefillEntry) -> Collection[KVBudget]:
         """The distinct budgets of kv heads, on all ranks."""
         heads = self.config.heads
-        return (entry.budget,) if heads is None else heads.of(entry.budget, len(entry.token_ids)).distinct
+        return (entry.budget,) if heads is None else heads.of(entry.budget, entry.prompt_len).distinct
 
     def _budget_of_other_ranks(self, layer: int, entry: PrefillEntry) -> KVBudget | None:
         """Ranks that share kv heads sum their attention scores in one collective: the budget of a head for which other
         ranks select, where this rank has nothing to select.
         """
-        heads, prompt_len = self.config.heads, len(entry.token_ids)
+        heads, prompt_len = self.config.heads, entry.prompt_len
         if heads is None or self.config.parallel.size <= max(map(len, heads.topk)):
             return None  # kv heads are whole on a rank
         (own,) = self.cache.spans(layer, entry.budget, prompt_len)
@@ -202,7 +201,6 @@ class RowStates:
 class PromptProgress:
     def __init__(self, entry: PrefillEntry, job_start: int, device: torch.device) -> None:
         self.entry = entry
-        self.prompt_len = len(entry.token_ids)
         self.job_start = job_start  # first token, counted in the job
         self.compress_time = Stopwatch(device)
         self.kept: list[Tensor] = []  # per layer [n], if asked for
@@ -226,31 +224,28 @@ class PrefillJob:
         another engine was written.
         """
         self.spec, self._writer, self._mover, self._send = spec, writer, mover, send
-        device = buffers.hidden.device
-        starts = accumulate((len(entry.token_ids) - entry.num_restored for entry in spec.entries), initial=0)
-        self.prompts = [
-            PromptProgress(entry, start, device) for entry, start in zip(spec.entries, starts, strict=False)
-        ]
+        device, entries = buffers.hidden.device, spec.entries
+        computed = [entry.token_ids[entry.num_restored :] for entry in entries]  # by prompt
+        starts = accumulate(map(len, computed), initial=0)
+        self.prompts = [PromptProgress(entry, start, device) for entry, start in zip(entries, starts, strict=False)]
         tokens = PassTokens(
-            token_ids=upload(
-                [i for entry in spec.entries for i in entry.token_ids[entry.num_restored :]], torch.int64, device
-            ),
+            token_ids=upload([token for ids in computed for token in ids], torch.int64, device),
             positions=torch.cat(
-                [torch.arange(entry.num_restored, len(entry.token_ids), device=device) for entry in spec.entries]
+                [torch.arange(entry.num_restored, entry.prompt_len, device=device) for entry in entries]
             ),
             seq_lens=torch.cat(
                 [
-                    torch.full((len(entry.token_ids) - entry.num_restored,), len(entry.token_ids), device=device)
-                    for entry in spec.entries
+                    torch.full((len(ids),), own.prompt_len, device=device)
+                    for own, ids in zip(entries, computed, strict=True)
                 ]
             ),
-            prompt_lens=[prompt.prompt_len for prompt in self.prompts],
-            num_queries=[writer.num_queries(entry) for entry in spec.entries],
+            prompt_lens=[entry.prompt_len for entry in entries],
+            num_queries=[writer.num_queries(entry) for entry in entries],
             staging_start=spec.staging_start,
-            num_restored=[entry.num_restored for entry in spec.entries],
+            num_restored=[entry.num_restored for entry in entries],
         )
         self.token_ids = tokens.token_ids  # [N]
-        wants_all = any(entry.sampling.prompt_logprobs is not None for entry in spec.entries)
+        wants_all = any(entry.sampling.prompt_logprobs is not None for entry in entries)
         self._pass = LayerPass(
             decoder,
             buffers,
@@ -259,7 +254,7 @@ class PrefillJob:
             attention,
             self._layer_done,
             "all" if wants_all else "last",
-            RowStates(writer.cache, spec.entries, send, mover),
+            RowStates(writer.cache, entries, send, mover),
         )
 
     @property

@@ -162,7 +162,7 @@ class DeviceMover(PrefixMover):
                 self._copies.setdefault(job.job_id, {})[entry.request_id] = copies  # recorded before any copy starts
                 if entry.prefix.restored:
                     copies.loaded = self._load(entry.prefix, copies, 0)
-            start += len(entry.token_ids)
+            start += entry.prompt_len
 
     def is_ready(self, job_id: int) -> bool:
         """Whether the copies that the job's next layer needs are done; False before ``open``."""

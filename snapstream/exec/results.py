@@ -157,11 +157,10 @@ def prefill_result(
     copy, budgets = kept
     if copy is not None:
         (positions,) = copy.read()
-        prompt_len = len(entry.token_ids)
         if entry.sampling.return_kept == "bitmap":
-            compression = replace(compression, kept_bitmap=as_bitmap(positions, prompt_len))
+            compression = replace(compression, kept_bitmap=as_bitmap(positions, entry.prompt_len))
         else:
-            compression = replace(compression, kept_positions=as_positions(positions, budgets, prompt_len))
+            compression = replace(compression, kept_positions=as_positions(positions, budgets, entry.prompt_len))
     logprobs = None if prompt_logprobs is None else prompt_logprobs.read()
     return PrefillResult(tokens=tokens, compression=compression, prompt_logprobs=logprobs)
 

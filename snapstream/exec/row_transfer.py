@@ -92,9 +92,8 @@ class RowParts:
         """Views of the row, ``[heads, ...]``, in wire order; of a recurrent layer its state, ``[1, ...]``."""
         for state in self._cache.state(layer).values():
             yield state[row : row + 1]
-        prompt_len = len(entry.token_ids)
-        for span in self._cache.spans(layer, entry.budget, prompt_len):
-            num_slots = layout.num_visible(prompt_len, span.budget.capacity)
+        for span in self._cache.spans(layer, entry.budget, entry.prompt_len):
+            num_slots = layout.num_visible(entry.prompt_len, span.budget.capacity)
             parts = self._cache.parts(layer, row, span)
             for _, scale in parts:
                 if scale is not None:

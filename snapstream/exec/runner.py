@@ -307,7 +307,7 @@ class ModelRunner:
             entry = prompt.entry
             kept = self._kept(prompt), self._budgets(entry)
             logprobs = self._prompt_logprobs(job, prompt)
-            result = partial(prefill_result, entry, self._compression(prompt), prompt.compress_time, kept, logprobs)
+            result = partial(prefill_result, entry, self._compression(entry), prompt.compress_time, kept, logprobs)
             finished.append(Finished(entry, result))
             if entry.is_sent:
                 if self._connector is not None:
@@ -341,26 +341,26 @@ class ModelRunner:
         if self._connector is not None:
             self._connector.put(entry.request_id, read_later(part))
 
-    def _compression(self, prompt: PromptProgress) -> Compression:
-        budget, spec = prompt.entry.budget, self._whole_spec
-        kept = layout.num_visible(prompt.prompt_len, budget.capacity)
+    def _compression(self, entry: PrefillEntry) -> Compression:
+        budget, prompt_len, spec = entry.budget, entry.prompt_len, self._whole_spec
+        kept = layout.num_visible(prompt_len, budget.capacity)
         if self.config.heads is not None:
-            kept = self.config.heads.of(budget, prompt.prompt_len).mean_visible(prompt.prompt_len)
+            kept = self.config.heads.of(budget, prompt_len).mean_visible(prompt_len)
         return Compression(
-            prompt_tokens=prompt.prompt_len,
+            prompt_tokens=prompt_len,
             kept_tokens=kept,
-            evicted_tokens=prompt.prompt_len - kept,
+            evicted_tokens=prompt_len - kept,
             row_bytes=spec.row_bytes(budget.capacity),
-            full_bytes=spec.visible_bytes(prompt.prompt_len, prompt.prompt_len),
+            full_bytes=spec.visible_bytes(prompt_len, prompt_len),
             compress_ms=0.0,
-            ring_tokens=budget.capacity - layout.ring_start(budget, prompt.prompt_len),
+            ring_tokens=budget.capacity - layout.ring_start(budget, prompt_len),
         )
 
     def _kept(self, prompt: PromptProgress) -> Arriving | None:
         """The kept positions of a prompt, if requested and any were selected."""
         if not prompt.kept:
             return None
-        budgets, prompt_len = self._budgets(prompt.entry), prompt.prompt_len
+        budgets, prompt_len = self._budgets(prompt.entry), prompt.entry.prompt_len
         kept = of_all_heads(prompt.kept, budgets, prompt_len, self.decoder.group)
         find = packed_bits if prompt.entry.sampling.return_kept == "bitmap" else selected
         return Arriving(find(kept, budgets, prompt_len))
@@ -372,7 +372,7 @@ class ModelRunner:
         equal = tuple((own,) * count for own, count in zip(spec.budgets(entry.budget), heads, strict=True))
         if profile is None:
             return equal
-        budgets = profile.of(entry.budget, len(entry.token_ids)).budgets
+        budgets = profile.of(entry.budget, entry.prompt_len).budgets
         return tuple(budgets[layer] or own for layer, own in zip(spec.slot_layer_indices, equal, strict=True))
 
     def _prompt_logprobs(self, job: PrefillJob, prompt: PromptProgress) -> PromptLogprobs | None:
@@ -381,7 +381,7 @@ class ModelRunner:
         if num_top is None:
             return None
         out = PromptLogprobs(prompt.entry.token_ids)
-        first, last = prompt.job_start, prompt.job_start + prompt.prompt_len - 1
+        first, last = prompt.job_start, prompt.job_start + prompt.entry.prompt_len - 1
         at_once = logits_tokens(self.decoder.config.vocab_size)
         for start in range(first, last, at_once):
             stop = min(start + at_once, last)

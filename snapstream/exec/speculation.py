@@ -220,7 +220,7 @@ class Speculation:
         cache = self.parts.cache
         budgets: Collection[KVBudget] = (entry.budget,)
         if cache.heads is not None:
-            budgets = cache.heads.slots.of(entry.budget, len(entry.token_ids)).distinct
+            budgets = cache.heads.slots.of(entry.budget, entry.prompt_len).distinct
         least_ring = min([entry.budget.num_recent, *self._windows])  # of any layer
         for row in entry.rows:
             if self.drafter is not None:
