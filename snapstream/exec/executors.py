@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from snapstream.config import DTYPE_BYTES, EXECUTORS, EngineConfig, ModelConfig, ParallelConfig, WeightFormats
+from snapstream.config import DTYPE_BYTES, EXECUTORS, EngineConfig, ModelConfig, WeightFormats
 from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import imported, num_cores
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
@@ -237,17 +237,6 @@ def why_not_looped(model: ModelConfig, *, dtype: str, device: str) -> str | None
     return None
 
 
-def why_not_looped_ranks(parallel: ParallelConfig) -> str | None:
-    """Why the ranks of an engine cannot run the native library together; None where they can, or where there is one."""
-    if parallel.size == 1:
-        return None
-    if parallel.address:
-        return "its ranks all-reduce through shared memory, and these are on several machines"
-    if parallel.attention == "dp":
-        return "attention is 'dp'; its all-reduces are those of 'tp'"
-    return None
-
-
 def why_not_rounded_inputs(model: ModelConfig, formats: WeightFormats, *, dtype: str, device: str) -> str | None:
     """Why decode does not round the inputs of products with such weights; None where it does.
 
@@ -421,10 +410,16 @@ def _scratch_bytes(model: ModelConfig, config: EngineConfig) -> int:
 
 
 def _why_not(model: ModelConfig, config: EngineConfig) -> str | None:
-    problem = why_not_looped(model, dtype=config.dtype, device=config.device)
-    if model.has_parallel_recurrence and config.parallel.size > 1:
+    problem, parallel = why_not_looped(model, dtype=config.dtype, device=config.device), config.parallel
+    if problem is not None or parallel.size == 1:
+        return problem
+    if model.has_parallel_recurrence:
         return f"{model.architecture} has attention and recurrence side by side in a layer, which it runs on one rank"
-    return problem or why_not_looped_ranks(config.parallel)
+    if parallel.address:
+        return "its ranks all-reduce through shared memory, and these are on several machines"
+    if parallel.attention == "dp":
+        return "attention is 'dp'; its all-reduces are those of 'tp'"
+    return None
 
 
 def _batch_bytes(model: ModelConfig, config: EngineConfig) -> int:

@@ -22,7 +22,7 @@ from snapstream.config import EngineConfig, ModelConfig
 from snapstream.config.model import DeltaNet, LengthScale, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import DraftBatch, GoOn, StepParts
-from snapstream.exec.executors import max_batch, why_not_looped, why_not_looped_ranks
+from snapstream.exec.executors import LOOPED, max_batch
 from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import Sampled
@@ -363,9 +363,7 @@ class LoopedDecode:
     def __init__(self, parts: StepParts, num_threads: int | None = None, *, pool: ThreadPool | None = None) -> None:
         """``num_threads`` is torch's unless given; of a ``pool`` that is shared, steps must not overlap."""
         config = parts.config
-        problem = why_not_looped(parts.decoder.config, dtype=config.dtype, device=config.device)
-        problem = problem or why_not_looped_ranks(config.parallel)
-        if problem is not None:
+        if (problem := LOOPED.why_not(parts.decoder.config, config)) is not None:
             raise ValueError(f"executor 'looped': {problem}")
         self._max_batch, vocab_size = max_batch(config), parts.decoder.config.vocab_size
         library = panels_of(parts.decoder, "lm_head").library
