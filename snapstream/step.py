@@ -86,16 +86,15 @@ class SavedRow:
 class JobSpec:
     """A prefill job: prompts packed one after the other, run layer by layer, each layer in chunks.
 
-    The packed tokens of all entries, but the cached ones, are cut into ``ceil(num_tokens / chunk_len)`` chunks, of the
-    engine's ``chunk_len`` unless the job has its own. Unit ``u`` is chunk ``u % num_chunks`` of layer
-    ``u // num_chunks``; units run in order. After the last unit every entry has its rows written and its first tokens
-    sampled.
+    The packed tokens of all entries, but the cached ones, are cut into chunks. Unit ``u`` is chunk ``u % num_chunks``
+    of layer ``u // num_chunks``; units run in order. After the last unit every entry has its rows written and its first
+    tokens sampled.
     """
 
     job_id: int
     staging_start: int  # first token of the job's range of the staging buffers
     entries: tuple[PrefillEntry, ...]
-    chunk_len: int = 0  # tokens of its units; 0 means the engine's
+    chunk_len: int  # tokens of a chunk; the last one may have fewer
 
     @property
     def num_tokens(self) -> int:
@@ -112,12 +111,13 @@ class JobSpec:
         """Cached tokens."""
         return sum(entry.num_restored for entry in self.entries)
 
-    def num_chunks(self, chunk_len: int) -> int:
-        """Of a layer; ``chunk_len`` is the engine's."""
-        return -(-self.num_tokens // (self.chunk_len or chunk_len))
+    @property
+    def num_chunks(self) -> int:
+        """Of a layer."""
+        return -(-self.num_tokens // self.chunk_len)
 
-    def num_units(self, chunk_len: int, num_layers: int) -> int:
-        return self.num_chunks(chunk_len) * num_layers
+    def num_units(self, num_layers: int) -> int:
+        return self.num_chunks * num_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,8 @@ def prefill_once(bench: Bench, runner: ModelRunner, prompt_len: int) -> tuple[fl
         request_id="r", token_ids=token_ids, rows=(0,), seeds=(0,),
         sampling=GREEDY, budget=runner.config.budget, selector=runner.config.selector,
     )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
-    units = UnitRange(0, 0, job.num_units(runner.config.chunking.chunk_len, config.num_layers))
+    job = JobSpec(job_id=0, staging_start=0, entries=(entry,), chunk_len=runner.config.chunking.chunk_len)
+    units = UnitRange(0, 0, job.num_units(config.num_layers))
     bench.device.sync()
     began = perf_counter()
     result = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()

@@ -42,9 +42,8 @@ def job_chunk_len(chunking: Chunking, num_tokens: int) -> int:
 
 def unit_work(chunking: Chunking, spec: JobSpec, unit: int) -> int:
     """Query-key pairs of a unit: ``T (token_keys + N)`` for T tokens that end at key N, cached keys included."""
-    size = spec.chunk_len or chunking.chunk_len
-    start = unit % spec.num_chunks(chunking.chunk_len) * size
-    stop = min(start + size, spec.num_tokens)
+    start = unit % spec.num_chunks * spec.chunk_len
+    stop = min(start + spec.chunk_len, spec.num_tokens)
     return max(stop - start, LEAST_TOKENS) * (chunking.token_keys + spec.num_restored + stop)
 
 
@@ -328,16 +327,13 @@ class Admission:
             return None
         for live in requests:
             self._take_out(live)
-        entries = tuple(self._entry(live) for live in requests)
-        own = job_chunk_len(self._config.chunking, num_tokens)
         spec = JobSpec(
             job_id=next(self._job_ids),
             staging_start=start,
-            entries=entries,
-            chunk_len=own if own != self._config.chunking.chunk_len else 0,
+            entries=tuple(self._entry(live) for live in requests),
+            chunk_len=job_chunk_len(self._config.chunking, num_tokens),
         )
-        num_units = spec.num_units(self._config.chunking.chunk_len, self._num_layers)
-        return Job(spec, tuple(requests), is_short, num_units)
+        return Job(spec, tuple(requests), is_short, spec.num_units(self._num_layers))
 
     def _entry(self, live: LiveRequest) -> PrefillEntry:
         for sample in live.samples:

@@ -112,13 +112,13 @@ def warm_up_kernels(
         budget=budget,
         selector=config.selector,
     )
-    spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,))
-    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), config.chunking.chunk_len, attention)
+    spec = JobSpec(job_id=-1, staging_start=0, entries=(entry,), chunk_len=config.chunking.chunk_len)
+    job = PrefillJob(spec, decoder, buffers, RowWriter(cache, config), attention)
     moe, num_layers = decoder.config.moe, decoder.config.num_layers
     first_experts = 0 if moe is None else min(moe.layers(num_layers)[0], num_layers - 1)
     kept = (own.budget(_BUDGET) if isinstance(own, Full) else None for own in cache.spec.layers)
     last = max(first_experts, next((index for index, budget in enumerate(kept) if budget == _BUDGET), 0))
-    for unit in range((1 + last) * job.spec.num_chunks(config.chunking.chunk_len)):
+    for unit in range((1 + last) * spec.num_chunks):
         job.run_unit(unit)
     decoder.logits(job.last_hidden())
     logger.info("kernels of prefill and compression are ready after %.1f s", perf_counter() - began)
@@ -292,7 +292,6 @@ class ModelRunner:
             self.decoder,
             self.buffers,
             self._writer,
-            self.config.chunking.chunk_len,
             self.prefill_attention,
             self.mover,
             self._send,

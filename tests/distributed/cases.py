@@ -154,8 +154,8 @@ def forced_logits(
                      budget=config.budget, selector=config.selector)
         for row, prompt in enumerate(PROMPTS)
     )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=entries)
-    units = UnitRange(0, 0, job.num_units(16, model.num_layers))
+    job = JobSpec(job_id=0, staging_start=0, entries=entries, chunk_len=16)
+    units = UnitRange(0, 0, job.num_units(model.num_layers))
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
     found, rows = [], torch.tensor([0, 1])
     runner.rows.last_token[:2] = 7  # whatever was drawn
@@ -199,8 +199,8 @@ def answered(group: Group, asked: Asked) -> Answered:
                      budget=budget, selector=config.selector)
         for row, prompt in enumerate(PROMPTS)
     )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=entries)
-    units = UnitRange(0, 0, job.num_units(16, model.num_layers))
+    job = JobSpec(job_id=0, staging_start=0, entries=entries, chunk_len=16)
+    units = UnitRange(0, 0, job.num_units(model.num_layers))
     prefilled = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled
     rows = (0, 1)
     tokens = [[prefilled[str(row)].tokens[0].token_id] for row in rows]

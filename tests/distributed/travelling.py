@@ -51,8 +51,8 @@ def carried(group: Group | None, asked: Carried) -> Row:
                           kv_dtype=asked.kv_dtype, parallel=parallel, selector=SnapKV(observation_len=8))  # fmt: skip
     weights = load_weights(asked.folder, model, torch.float32, "cpu", False, None, share=share)
     runner = ModelRunner(Decoder(model, weights, group=group), config)
-    job = JobSpec(job_id=0, staging_start=0, entries=(_entry((0,), config),))
-    units = UnitRange(0, 0, job.num_units(32, model.num_layers))
+    job = JobSpec(job_id=0, staging_start=0, entries=(_entry((0,), config),), chunk_len=32)
+    units = UnitRange(0, 0, job.num_units(model.num_layers))
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
     parts, layers = RowParts(runner.cache, runner.decoder), range(model.num_layers)
     sent = [bytes(read_later(parts.take(layer, _entry((0,), config)))()) for layer in layers]

@@ -163,7 +163,7 @@ class FakeRunner:
         prefilled: dict[str, PrefillResult] = {}
         for unit in plan.units:
             job = self.jobs[unit.job_id]
-            num_units = job.spec.num_units(self.config.chunking.chunk_len, self.num_layers)
+            num_units = job.spec.num_units(self.num_layers)
             assert unit.first == job.next_unit and unit.count >= 1 and unit.first + unit.count <= num_units
             job.next_unit += unit.count
             if job.next_unit == num_units:

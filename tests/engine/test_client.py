@@ -117,7 +117,7 @@ class Device:
         prefilled = {}
         for units in plan.units:
             spec = self.jobs[units.job_id]
-            if units.first + units.count < spec.num_units(4, NUM_LAYERS):
+            if units.first + units.count < spec.num_units(NUM_LAYERS):
                 continue
             for entry, places in self._moves(self.jobs.pop(units.job_id)):
                 own = _blocks(entry)[places.first_saved :]

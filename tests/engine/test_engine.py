@@ -478,7 +478,7 @@ def test_a_prompt_that_ends_within_a_step_makes_the_rest_of_it_wait_for_its_deco
     drain(engine)
 
 
-@pytest.mark.parametrize(("size", "chunk_len"), [(8, 0), (90, 4)])
+@pytest.mark.parametrize(("size", "chunk_len"), [(8, 8), (90, 4)])
 def test_a_job_carries_its_own_chunk_len(size: int, chunk_len: int) -> None:
     config = config_of(step_work=4 * (KEYS + 90), token_keys=KEYS, least_chunk_len=2, chunk_len=8, short_len=8)
     engine, runner = engine_of(config)
@@ -486,7 +486,7 @@ def test_a_job_carries_its_own_chunk_len(size: int, chunk_len: int) -> None:
     drain(engine)
     (spec,) = runner.plans[0].opened_jobs
     assert spec.chunk_len == chunk_len
-    assert spec.num_chunks(config.chunking.chunk_len) == -(-size // (chunk_len or 8))
+    assert spec.num_chunks == -(-size // chunk_len)
 
 
 class ScriptedPort:

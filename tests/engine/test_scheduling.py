@@ -23,7 +23,7 @@ def ended_at(runner: FakeRunner, request_id: str) -> int:
     for plan in runner.plans:
         for unit in plan.units:
             spec = specs[unit.job_id]
-            is_last = unit.first + unit.count == spec.num_units(runner.config.chunking.chunk_len, NUM_LAYERS)
+            is_last = unit.first + unit.count == spec.num_units(NUM_LAYERS)
             if is_last and any(entry.request_id == request_id for entry in spec.entries):
                 return plan.step_id
     raise AssertionError(f"{request_id} was never prefilled")

@@ -170,8 +170,8 @@ def prefill(runner: ModelRunner, rows: tuple[int, ...], length: int, job_id: int
         request_id=f"r{job_id}", token_ids=tuple(3 + i % 31_000 for i in range(length)), rows=rows, seeds=rows,
         sampling=sampling, budget=runner.config.budget, selector=runner.config.selector,
     )  # fmt: skip
-    job = JobSpec(job_id=job_id, staging_start=0, entries=(entry,))
-    units = UnitRange(job_id, 0, job.num_units(runner.config.chunking.chunk_len, runner.decoder.config.num_layers))
+    job = JobSpec(job_id=job_id, staging_start=0, entries=(entry,), chunk_len=runner.config.chunking.chunk_len)
+    units = UnitRange(job_id, 0, job.num_units(runner.decoder.config.num_layers))
     return StepPlan(step_id=job_id, opened_jobs=(job,), units=(units,))
 
 

@@ -66,8 +66,8 @@ def answered(group: Counted, executor: str) -> tuple[list[int], int]:
     sampling = SamplingParams(temperature=0.0, ignore_eos=True)
     entry = PrefillEntry(request_id="r", token_ids=tuple(3 + 7 * i % 4000 for i in range(600)), rows=(1,), seeds=(0,),
                          sampling=sampling, budget=config.budget, selector=config.selector)  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
-    units = UnitRange(0, 0, job.num_units(256, MODEL.num_layers))
+    job = JobSpec(job_id=0, staging_start=0, entries=(entry,), chunk_len=256)
+    units = UnitRange(0, 0, job.num_units(MODEL.num_layers))
     found = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled["r"].tokens
     group.num_calls = 0
     steps = [runner.submit(StepPlan(step_id=step, decode_rows=(1,))).result().decoded[0] for step in range(1, STEPS)]

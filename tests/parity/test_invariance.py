@@ -232,8 +232,8 @@ def rows_after(
         )
         for i, n in enumerate(lengths)
     )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=17, entries=entries, chunk_len=own_chunk_len)
-    units = UnitRange(0, 0, job.num_units(chunk_len, MODEL.num_layers))
+    job = JobSpec(job_id=0, staging_start=17, entries=entries, chunk_len=own_chunk_len or chunk_len)
+    units = UnitRange(0, 0, job.num_units(MODEL.num_layers))
     result = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
     return runner.cache.k, [result.prefilled[entry.request_id].tokens[0].token_id for entry in entries]
 

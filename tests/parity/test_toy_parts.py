@@ -132,7 +132,7 @@ def first_tokens(decoder: Decoder) -> list[int]:
     runner = ModelRunner(decoder, config)
     entry = PrefillEntry(request_id="r", token_ids=tuple(PROMPT), rows=(0,), seeds=(0,), sampling=GREEDY,
                          budget=config.budget, selector=config.selector)  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
+    job = JobSpec(job_id=0, staging_start=0, entries=(entry,), chunk_len=config.chunking.chunk_len)
     units = UnitRange(0, 0, decoder.config.num_layers)
     prefilled = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled["r"]
     steps = [runner.submit(StepPlan(step_id=1, decode_rows=(0,))).result().decoded[0] for _ in range(8)]

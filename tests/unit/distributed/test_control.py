@@ -84,7 +84,7 @@ def plan(count: int) -> StepPlan:
     return StepPlan(
         step_id=7,
         dropped_jobs=(1,),
-        opened_jobs=(JobSpec(job_id=2, staging_start=0, entries=(long, entry(1))),),
+        opened_jobs=(JobSpec(job_id=2, staging_start=0, entries=(long, entry(1)), chunk_len=512),),
         units=(UnitRange(2, 0, 3),),
         decode_rows=tuple(range(count)),
     )

@@ -53,8 +53,8 @@ def measured(
         held = torch.empty(sum(sizes), model.vocab_size, device="meta")  # as captured steps of 16 rows hold them
         entry = PrefillEntry(request_id="r", token_ids=(5,) * length, rows=(0,), seeds=(0,), sampling=SAMPLED,
                              budget=config.budget, selector=config.selector)  # fmt: skip
-        job = JobSpec(job_id=0, staging_start=0, entries=(entry,))
-        units = UnitRange(0, 0, job.num_units(config.chunking.chunk_len, model.num_layers))
+        job = JobSpec(job_id=0, staging_start=0, entries=(entry,), chunk_len=config.chunking.chunk_len)
+        units = UnitRange(0, 0, job.num_units(model.num_layers))
         runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,)))
         occupy(runner, range(rows), length, SAMPLED)
         runner.submit(StepPlan(step_id=1, decode_rows=tuple(range(rows))))

@@ -122,13 +122,13 @@ def test_saved_blocks_are_those_of_plain_copies(is_latent: bool) -> None:
         late = LateStream(random.Random(1))
         mover = DeviceMover(blocks, 40, "cpu", late) if is_device else plain
         saving = entry_of(PrefixMoves(block_len=4, saved=(7, 2, 5), first_saved=1))
-        job = JobSpec(job_id=0, staging_start=3, entries=(saving,))
+        job = JobSpec(job_id=0, staging_start=3, entries=(saving,), chunk_len=512)
         mover.open(job)
         for layer, (keys, values) in enumerate(layers(1)):
             mover.save(job, saving, layer, keys.clone(), values.clone())
         mover.close(job.job_id, is_done=True)
         restoring = entry_of(PrefixMoves(block_len=4, restored=(7, 2, 5)))
-        job = JobSpec(job_id=1, staging_start=17, entries=(restoring,))
+        job = JobSpec(job_id=1, staging_start=17, entries=(restoring,), chunk_len=512)
         mover.open(job)
         placed = []
         for layer, (keys, values) in enumerate(layers(2)):

@@ -139,8 +139,8 @@ def entry(length: int, row: int, sampling: SamplingParams | None = None) -> Pref
 
 
 def test_units_run_in_order_and_the_last_one_ends_the_job(runner: ModelRunner) -> None:
-    job = JobSpec(job_id=3, staging_start=5, entries=(entry(20, 0), entry(3, 1)))
-    assert (job.num_tokens, job.num_chunks(8), job.num_units(8, 2)) == (23, 3, 6)
+    job = JobSpec(job_id=3, staging_start=5, entries=(entry(20, 0), entry(3, 1)), chunk_len=8)
+    assert (job.num_tokens, job.num_chunks, job.num_units(2)) == (23, 3, 6)
     first = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(3, 0, 5),))).result()
     assert first.prefilled == {}
     last = runner.submit(StepPlan(step_id=2, units=(UnitRange(3, 5, 1),))).result()
@@ -154,7 +154,7 @@ def test_units_run_in_order_and_the_last_one_ends_the_job(runner: ModelRunner) -
 
 
 def test_a_unit_out_of_order_is_a_bug_and_ends_the_job(runner: ModelRunner) -> None:
-    job = JobSpec(job_id=3, staging_start=0, entries=(entry(20, 0),))
+    job = JobSpec(job_id=3, staging_start=0, entries=(entry(20, 0),), chunk_len=8)
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(3, 0, 2),)))
     with pytest.raises(RuntimeError, match="unit 3 was planned, unit 2 is next"):
         runner.submit(StepPlan(step_id=1, units=(UnitRange(3, 3, 1),)))
@@ -162,7 +162,7 @@ def test_a_unit_out_of_order_is_a_bug_and_ends_the_job(runner: ModelRunner) -> N
 
 
 def test_a_dropped_job_is_forgotten(runner: ModelRunner) -> None:
-    job = JobSpec(job_id=1, staging_start=0, entries=(entry(20, 0),))
+    job = JobSpec(job_id=1, staging_start=0, entries=(entry(20, 0),), chunk_len=8)
     runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(1, 0, 1),)))
     runner.submit(StepPlan(step_id=1, dropped_jobs=(1,)))
     with pytest.raises(KeyError):
@@ -171,8 +171,8 @@ def test_a_dropped_job_is_forgotten(runner: ModelRunner) -> None:
 
 def test_kept_positions_are_reported_when_asked_for(runner: ModelRunner) -> None:
     asked = SamplingParams(temperature=0.0, return_kept=True)
-    job = JobSpec(job_id=1, staging_start=0, entries=(entry(30, 0, asked), entry(10, 1, asked)))
-    plan = StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(1, 0, job.num_units(8, 2)),))
+    job = JobSpec(job_id=1, staging_start=0, entries=(entry(30, 0, asked), entry(10, 1, asked)), chunk_len=8)
+    plan = StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(1, 0, job.num_units(2)),))
     result = runner.submit(plan).result()
     kept = result.prefilled["r0"].compression.kept_positions
     assert kept is not None and len(kept) == 2 and all(len(layer) == 2 for layer in kept)
@@ -183,8 +183,8 @@ def test_kept_positions_are_reported_when_asked_for(runner: ModelRunner) -> None
 
 def test_what_was_kept_may_come_as_bits(runner: ModelRunner) -> None:
     asked = SamplingParams(temperature=0.0, return_kept="bitmap")
-    job = JobSpec(job_id=1, staging_start=0, entries=(entry(30, 0, asked), entry(10, 1, asked)))
-    plan = StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(1, 0, job.num_units(8, 2)),))
+    job = JobSpec(job_id=1, staging_start=0, entries=(entry(30, 0, asked), entry(10, 1, asked)), chunk_len=8)
+    plan = StepPlan(step_id=0, opened_jobs=(job,), units=(UnitRange(1, 0, job.num_units(2)),))
     prefilled = runner.submit(plan).result().prefilled
     told = prefilled["r0"].compression
     assert told.kept_positions is None and told.kept_bitmap is not None
@@ -242,7 +242,7 @@ def prefill(rows: tuple[int, ...], step_id: int = 0, sampling: SamplingParams = 
         budget=BUDGET,
         selector=SELECTOR,
     )
-    job = JobSpec(job_id=step_id, staging_start=0, entries=(entry,))
+    job = JobSpec(job_id=step_id, staging_start=0, entries=(entry,), chunk_len=64)
     return StepPlan(step_id=step_id, opened_jobs=(job,), units=(UnitRange(step_id, 0, NO_WAITING_MODEL.num_layers),))
 
 

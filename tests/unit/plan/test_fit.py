@@ -101,7 +101,7 @@ def test_work_of_units() -> None:
             request_id="r", token_ids=(1,) * num_tokens, rows=(0,), seeds=(0,), sampling=SamplingParams(),
             budget=KVBudget.full(9000), selector=make_selector(),
         )  # fmt: skip
-        return JobSpec(job_id=0, staging_start=0, entries=(entry,))
+        return JobSpec(job_id=0, staging_start=0, entries=(entry,), chunk_len=cut.chunk_len)
 
     works = [unit_work(cut, job(5000), unit) for unit in range(6)]
     assert works[:3] == [2048 * (1000 + 2048), 2048 * (1000 + 4096), 904 * (1000 + 5000)]
