@@ -33,12 +33,13 @@ MOST_COMPARED = 64  # stored continuations that are compared to find the nearest
 Chain = tuple[bytes, ...]  # the token ids of each full block of a prompt
 # What filled a block: a prompt, a row (the last of its keys and values were made by decode), or idle prefill.
 Origin = Literal["prompt", "answer", "idle"]
-_TOKEN = "i"  # of array: 4 bytes
+_TOKEN = "i"  # type code of array
+_TOKEN_BYTES = array(_TOKEN).itemsize
 
 
 def chain_of(token_ids: Sequence[int], block_len: int) -> Chain:
     """The full blocks of a prompt."""
-    raw, size = array(_TOKEN, token_ids).tobytes(), block_len * array(_TOKEN).itemsize
+    raw, size = array(_TOKEN, token_ids).tobytes(), block_len * _TOKEN_BYTES
     return tuple(raw[start : start + size] for start in range(0, len(raw) - size + 1, size))
 
 
@@ -117,10 +118,9 @@ class PrefixIndex:
         if node is None or not node.children or not own:
             return None
         nearest = max(_common(own, tokens) for tokens in list(node.children)[-MOST_COMPARED:])
-        size = array(_TOKEN).itemsize
-        if nearest == len(own) // size or (nearest == 0 and not path):  # its end, or nothing in common
+        if nearest == len(own) // _TOKEN_BYTES or (nearest == 0 and not path):  # its end, or nothing in common
             return None
-        return sum(len(each.tokens) for each in path) // size + nearest
+        return sum(len(each.tokens) for each in path) // _TOKEN_BYTES + nearest
 
     def up_to_snapshot(self, path: list[Node], *, with_due: bool = False) -> list[Node]:
         """The beginning of a path that ends with a snapshot, ``with_due`` also one that an open job takes; the path
@@ -277,8 +277,7 @@ def _is_within(name: str, namespace: str | None) -> bool:
 
 def _common(first: bytes, second: bytes) -> int:
     """Tokens that two blocks share from their beginning."""
-    size = array(_TOKEN).itemsize
-    ends = range(size, min(len(first), len(second)) + 1, size)
+    ends = range(_TOKEN_BYTES, min(len(first), len(second)) + 1, _TOKEN_BYTES)
     return bisect_left(ends, True, key=lambda end: first[:end] != second[:end])
 
 
@@ -310,7 +309,7 @@ class DiskTransfers:
     """
 
     def __init__(self, index: PrefixIndex, tier: PrefixTier) -> None:
-        self._index, self._tier = index, tier
+        self._index, self.tier = index, tier
         self._reads: list[_Read] = []
         self._writes: list[_Write] = []
 
@@ -318,13 +317,13 @@ class DiskTransfers:
         """Reserve a read of the blocks that follow the ``num_known`` ones in memory that are of use, if that makes at
         least ``least`` blocks; the last node that is read, or None. With recurrent layers they end with a snapshot.
         """
-        names, path = self._tier.names(namespace, chain), self._index.path(namespace, chain)
+        names, path = self.tier.names(namespace, chain), self._index.path(namespace, chain)
         end, states = len(path), tuple[str, ...]()
-        while end < len(chain) and self._tier.has(names[end]):
+        while end < len(chain) and self.tier.has(names[end]):
             end += 1
         if self._index.num_snapshots:
-            states = self._tier.names(namespace, chain[:end], of_snapshots=True)
-            end = next((own for own in range(end, num_known, -1) if self._tier.has(states[own - 1])), num_known)
+            states = self.tier.names(namespace, chain[:end], of_snapshots=True)
+            end = next((own for own in range(end, num_known, -1) if self.tier.has(states[own - 1])), num_known)
         if end == num_known or end < least:
             return None
         reservation = self._index.reserve(namespace, chain[:end])
@@ -350,18 +349,18 @@ class DiskTransfers:
         """The result of the step before the one in flight has been read; ``is_idle``: no step is in flight."""
         for read in self._reads:
             if read.done is None and (is_idle or read.is_older):
-                read.done = self._tier.load(read.wanted)
+                read.done = self.tier.load(read.wanted)
             read.is_older = True
 
     def write(
         self, namespace: str, chain: Chain, reservation: Reservation, snapshots: Mapping[int, tuple[Node, int]]
     ) -> None:
         """Start to write blocks that a job has filled, and the snapshots that it took, by the block they end."""
-        names = self._tier.names(namespace, chain[: reservation.first + len(reservation.nodes)])
+        names = self.tier.names(namespace, chain[: reservation.first + len(reservation.nodes)])
         for name, node in zip(names[reservation.first :], reservation.nodes, strict=True):
             if not self._save(node, StoredBlock(node.number, name, node.tokens)):
                 return
-        names = self._tier.names(namespace, chain[: max(snapshots, default=0)], of_snapshots=True)
+        names = self.tier.names(namespace, chain[: max(snapshots, default=0)], of_snapshots=True)
         for end, (node, number) in snapshots.items():
             if node.snapshot == number:  # else it was evicted since
                 self._save(node, StoredBlock(number, names[end - 1], node.tokens, is_snapshot=True))
@@ -371,7 +370,7 @@ class DiskTransfers:
         if node.is_lost or len(self._writes) >= MOST_PINNED * self._index.num_blocks:
             return False
         node.num_users += 1  # its snapshot is not evicted either
-        self._writes.append(_Write(node, self._tier.save(block)))
+        self._writes.append(_Write(node, self.tier.save(block)))
         return True
 
     def poll(self) -> None:
@@ -455,13 +454,13 @@ class PrefixLookup:
 
     def __init__(self, store: PrefixStoreConfig, config: EngineConfig, tier: PrefixTier | None = None) -> None:
         self._block_len, self._longest = store.block_len, config.prefix_max_len or config.max_model_len
-        self._least = self._min_restored = store.min_tokens
+        self._min_tokens = store.min_tokens
+        self._min_blocks = -(-store.min_tokens // store.block_len)  # that a hit has
         self._snapshot_blocks = max(store.snapshot_len // store.block_len, 1)
         self.index = PrefixIndex(config.prefix_blocks, config.prefix_snapshots)
         self._queued: dict[LiveRequest, _Lookup] = {}
         self._held: dict[LiveRequest, _Held] = {}
         self._filled: dict[LiveRequest, _Held] = {}  # jobs whose last unit is planned, until its result has been read
-        self._tier = tier
         self._disk = None if tier is None else DiskTransfers(self.index, tier)
         self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
         self._stats = PrefixStats()
@@ -483,10 +482,10 @@ class PrefixLookup:
         )
 
     def arrive(self, live: LiveRequest) -> None:
-        if self._least <= live.num_tokens <= self._longest:
+        if self._min_tokens <= live.num_tokens <= self._longest:
             chain = chain_of(live.request.prompt_token_ids, self._block_len)
             rest = live.request.prompt_token_ids[len(chain) * self._block_len :]
-            self._queued[live] = _Lookup(chain, array("i", rest).tobytes(), was_fetched=live.is_idle)
+            self._queued[live] = _Lookup(chain, array(_TOKEN, rest).tobytes(), was_fetched=live.is_idle)
 
     def leave(self, live: LiveRequest) -> None:
         """A request left the queue without a job."""
@@ -514,14 +513,13 @@ class PrefixLookup:
         ready = len(self.index.up_to_snapshot(path[: _num_ready(path)]))
         if self._disk is not None and not lookup.was_fetched and ready == len(path):
             lookup.was_fetched = True
-            least = -(-self._min_restored // self._block_len)
-            lookup.awaited = self._disk.fetch(live.request.namespace, lookup.chain[:most], ready, least)
+            lookup.awaited = self._disk.fetch(live.request.namespace, lookup.chain[:most], ready, self._min_blocks)
             return lookup.awaited is not None
         known = max(len(path), min(in_pack, most))
         spared, left = (known - ready) * self._block_len, live.num_tokens - ready * self._block_len
-        is_worth_it = 2 * spared >= left and known * self._block_len >= self._min_restored
+        is_worth_it = 2 * spared >= left and known >= self._min_blocks
         lookup.awaited = path[-1] if path and len(path) == known and is_worth_it else None
-        return known > 0 and is_worth_it
+        return is_worth_it
 
     def _shared(self, live: LiveRequest, other: LiveRequest) -> int:
         """Blocks at the beginning of a queued prompt that another one will write. 0 with recurrent layers: it
@@ -539,7 +537,7 @@ class PrefixLookup:
             return None
         path = self.index.path(namespace, lookup.chain)
         restored = tuple(self.index.up_to_snapshot(path[: min(_num_ready(path), self._most_restored(live))]))
-        if len(restored) * self._block_len < self._min_restored:
+        if len(restored) < self._min_blocks:
             restored = ()
         if not live.is_idle:
             self._stats.queries += live.num_tokens
@@ -572,7 +570,7 @@ class PrefixLookup:
         last = (live.num_tokens - self._least_computed(live)) // self._block_len
         ends = {*range(self._snapshot_blocks, len(nodes) + 1, self._snapshot_blocks), min(last, len(nodes))}
         found = {}
-        least = max(first + 1, -(-self._min_restored // self._block_len))  # a hit that is shorter is not used
+        least = max(first + 1, self._min_blocks)
         for end in sorted((end for end in ends if end >= least), reverse=True):
             number = self.index.reserve_snapshot(nodes[end - 1])
             if number is not None:
@@ -604,7 +602,7 @@ class PrefixLookup:
         # Behind the end: drafts that were accepted, and the token and drafts of a step whose result was not read.
         num_written = num_tokens + 1 + 2 * self._num_drafted
         is_stored = live.stores_answer and not live.request.is_prefilled_remotely
-        if not is_stored or not self._least <= num_tokens <= self._longest:
+        if not is_stored or not self._min_tokens <= num_tokens <= self._longest:
             return None
         ids = (*live.request.prompt_token_ids, *token_ids[:-1])
         chain = chain_of(ids, self._block_len)
@@ -670,14 +668,14 @@ class PrefixLookup:
         kept = [text for text in self._unstored if not _is_within(text.namespace, namespace)]
         self._unstored = deque(kept, maxlen=MAX_UNSTORED)
         self.poll()  # an idle engine does not
-        if self._tier is not None:
-            self._tier.forget(namespace)
+        if self._disk is not None:
+            self._disk.tier.forget(namespace)
         return self.index.reset(namespace)
 
     def close_disk(self) -> None:
         """Finish writing."""
-        if self._tier is not None:
-            self._tier.close()
+        if self._disk is not None:
+            self._disk.tier.close()
 
     def _most_restored(self, live: LiveRequest) -> int:
         """Cached blocks that a prompt may use: the observation queries are computed, and at least one token."""
