@@ -143,8 +143,7 @@ class SnapstreamLM(TemplateLM):
         for batch in self._batches(requests, disable_tqdm):
             prompts = []
             for _, context, continuation in batch:
-                room = self.max_length - params.max_tokens - len(continuation)
-                prompts.append([*self._fitted(context, self.max_length - room), *continuation])
+                prompts.append([*self._fitted(context, len(continuation) + params.max_tokens), *continuation])
             for (texts, _, continuation), output in zip(batch, self._llm.generate(prompts, params), strict=True):
                 results.append(_score(output, len(continuation)))
                 if texts[0]:
