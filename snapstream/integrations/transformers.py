@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from snapstream.config import EngineConfig, KVBudget, ModelConfig, Selector, make_selector
 from snapstream.kernels.interface import bind
 from snapstream.kv import layout
+from snapstream.kv.cache import slots_of
 from snapstream.kv.compress import kept_positions
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
 from snapstream.startup.resolve import resolve_budget
@@ -143,14 +144,11 @@ class SnapStreamLayer(StaticLayer):
         self.cumulative_length.fill_(num_tokens)
 
     def _write(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The next token of each row, ``[B, G, 1, E]``, into its slot: ``layout.slot_of``; the rows."""
+        """The next token of each row, ``[B, G, 1, E]``, into its slot; the rows."""
         own_keys, own_values = self._stored()
-        place = self.cumulative_length - self._pads  # [B]
-        slot = torch.where(
-            place < self._ring, place, self._ring + (place - self._ring) % (self.max_cache_len - self._ring)
-        )
-        own_keys.scatter_(2, slot[:, None, None, None].expand_as(key), key)
-        own_values.scatter_(2, slot[:, None, None, None].expand_as(value), value)
+        slots = slots_of(self.cumulative_length - self._pads, self._ring, self.max_cache_len)[:, None, None, None]
+        own_keys.scatter_(2, slots.expand_as(key), key)
+        own_values.scatter_(2, slots.expand_as(value), value)
         self.cumulative_length.add_(1)
         return own_keys, own_values
 

@@ -98,7 +98,7 @@ def head_rows(flat: Tensor, num_slots: int) -> Tensor:
     return flat.as_strided(shape, (total * stride, stride, num_slots * stride, stride, *flat.stride()[1:]))
 
 
-def slots_of(ordinal: Tensor, ring_start: Tensor, capacity: Tensor) -> Tensor:
+def slots_of(ordinal: Tensor, ring_start: Tensor, capacity: Tensor | int) -> Tensor:
     """``layout.slot_of`` for tensors; shapes broadcast."""
     past = ordinal - ring_start
     # A ring has at least one slot; compiled code also divides in unused vector lanes.
