@@ -141,8 +141,7 @@ class Ablation:
             runner.decoder, runner.buffers, tokens, chunk_len, runner.prefill_attention, self._layer_done, "none",
             self._states,
         )  # fmt: skip
-        for unit in range(reading.num_units):
-            reading.run_unit(unit)
+        reading.run()
         self._states.copy(self.num_copies)
 
     @property
