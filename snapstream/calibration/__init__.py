@@ -44,6 +44,7 @@ from snapstream.models.prefill import LayerPass, PassTokens
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import layer_parameters, weight_bytes
 from snapstream.models.tokenizer import find_tokenizer
+from snapstream.plan.fit import why_no_heads
 from snapstream.startup.build import build_runner
 from snapstream.startup.measure import decide
 
@@ -277,18 +278,14 @@ def calibrate(
     """Measure on ``num_texts`` generated documents, or windows of ``text``, of ``prompt_len`` tokens.
 
     With ``limit_s`` on as many as the seconds allow, by the time that the first takes; ``TooSlow`` where they are fewer
-    than one of each kind. ValueError for a model of latents or without layers to which a budget applies, and for texts
-    that are too short.
+    than one of each kind. ValueError for a model whose heads cannot have budgets of their own, and for texts that are
+    too short.
     """
     as_count("prompt_len", prompt_len, LEAST_PROMPT)
     as_count("num_texts", num_texts, len(FAMILIES) if text is None else 1)
     config = read_model_config(model)
-    if config.latent is not None:
-        raise ValueError("this model keeps latents, one for all heads of a layer; it needs no profile")
-    if config.has_uneven_layers:
-        raise ValueError(f"no profile for {config.architecture}, whose layers differ in their heads")
-    if not kv_spec_of(config, "float32").budget_layers:
-        raise ValueError("all layers of this model have sliding windows, to which no budget applies; no profile")
+    if (problem := why_no_heads(config)) is not None:
+        raise ValueError(problem)
     tokenizer = find_tokenizer(model)
     if tokenizer is None:
         raise ValueError(f"{model} has no tokenizer; calibration reads text")

@@ -308,20 +308,24 @@ def _with_drafts(
     return replace(config, num_speculative_tokens=wanted, speculator=speculator)
 
 
-def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
-    """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
+def why_no_heads(model: ModelConfig) -> str | None:
+    """Why the kv heads of a model cannot have budgets of their own; None where they can."""
     spec = kv_spec_of(model, "float32")
     if model.has_uneven_layers:
-        raise ValueError(
-            f"heads: per-head KV budgets are not supported for {model.architecture}, whose layers differ in their heads"
-        )
+        return f"per-head KV budgets are not supported for {model.architecture}, whose layers differ in their heads"
     if not spec.budget_layers:
-        raise ValueError(
-            f"heads: all {spec.num_layers} layers of {model.architecture} have sliding windows, to which no budget "
-            "applies; it needs no profile"
-        )
+        layers = f"all {spec.num_layers} layers of {model.architecture}"
+        return f"{layers} have sliding windows, to which no budget applies; it needs no profile"
     if spec.values_are_keys:
-        raise ValueError("heads: this model keeps latents, one for all heads of a layer; it needs no profile")
+        return "this model keeps latents, one for all heads of a layer; it needs no profile"
+    return None
+
+
+def head_slots(model: ModelConfig, profile: HeadProfile, budget: KVBudget, max_model_len: int) -> HeadSlots:
+    """The slots of the model's kv heads; ValueError for a profile of other heads, or a budget without top-k slots."""
+    if (problem := why_no_heads(model)) is not None:
+        raise ValueError(f"heads: {problem}")
+    spec = kv_spec_of(model, "float32")
     shape, own = (len(profile.shares), len(profile.shares[0])), (len(spec.budget_layers), spec.num_kv_heads)
     if shape != own:
         raise ValueError(
