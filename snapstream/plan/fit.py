@@ -233,11 +233,8 @@ def engine_config(
         prefix_row_len=0 if store is None else _exact_row_len(model, kept["kv_dtype"], options, max_model_len),
         **kept,
     )
-    no_store = "recurrent layers" if model.recurrent_layers else "layers that differ in their heads"
-    if (model.recurrent_layers or model.has_uneven_layers) and store is not None and device.startswith("cuda"):
-        raise ValueError(
-            f"a prefix_store is set on a GPU; {model.architecture} has {no_store}, which do not support it there"
-        )
+    if store is not None and (no_store := why_no_store(model, device)) is not None:
+        raise ValueError(f"a prefix_store is set, and {no_store}")
     problems = executor_problems or {}
     problem = executor_of(executor).why_not(model, config) or problems.get(executor)
     if problem is None:
@@ -245,6 +242,14 @@ def engine_config(
     if options.executor is None:
         return _with_drafts(model, replace(config, executor=FALLBACK), options, problems)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
+
+
+def why_no_store(model: ModelConfig, device: str) -> str | None:
+    """Why an engine of this model has no prefix store on a device; None where it can have one."""
+    if not device.startswith("cuda") or not (model.recurrent_layers or model.has_uneven_layers):
+        return None
+    layers = "recurrent layers" if model.recurrent_layers else "layers that differ in their heads"
+    return f"{model.architecture} has {layers}, which a prefix store does not support on a GPU"
 
 
 def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, max_model_len: int) -> int:

@@ -6,6 +6,7 @@ from snapstream.config import EngineConfig, EngineOptions, ModelConfig, WeightFo
 from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
 from snapstream.models.registry import kv_spec_of
+from snapstream.plan.fit import why_no_store
 from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
 from snapstream.startup.build import threads_of_rank
 from snapstream.startup.measure import describe_prefill
@@ -122,12 +123,7 @@ def describe_store(model: ModelConfig, options: EngineOptions, config: EngineCon
         return ""
     how, store = " (auto)" if options.prefix_store == "auto" else "", config.prefix_store
     if store is None:
-        why = "too little memory is free"
-        if model.recurrent_layers and config.device.startswith("cuda"):
-            why = "states of recurrent layers on a GPU are not stored"
-        elif model.has_uneven_layers and config.device.startswith("cuda"):
-            why = "layers that differ in their heads are not stored on a GPU"
-        return f"prefix store: none{how}, because {why}"
+        return f"prefix store: none{how}, because {why_no_store(model, config.device) or 'too little memory is free'}"
     size = format_bytes(config.parallel.size * prefix_store_bytes(model, config))
     states = f" and {config.prefix_snapshots:,} snapshots of states" if config.prefix_snapshots else ""
     return f"prefix store: {size}{how}, {config.prefix_blocks * store.block_len:,} tokens{states} (--prefix-store)"

@@ -22,7 +22,7 @@ from snapstream.config.engine import check_budget
 from snapstream.config.kv import is_shipped
 from snapstream.config.values import FP8_CAPABILITY, format_bytes, row_formats
 from snapstream.exec.executors import alternatives, executor_of, why_not_bf16_inputs
-from snapstream.plan.fit import engine_config, num_rows
+from snapstream.plan.fit import engine_config, num_rows, why_no_store
 from snapstream.plan.memory import (
     DraftMemory,
     engine_memory,
@@ -135,7 +135,7 @@ def _with_rounded_inputs(
 
 def auto_prefix_store(model: ModelConfig, config: EngineConfig, machine: Machine) -> PrefixStoreConfig | None:
     """The store that ``"auto"`` gives the engine of ``config``, which has none; None where it cannot have one."""
-    if (model.recurrent_layers or model.has_uneven_layers) and config.device.startswith("cuda"):
+    if why_no_store(model, config.device) is not None:
         return None
     free, kind = machine.host_free_bytes, "gpu"
     if free is None:

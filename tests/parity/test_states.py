@@ -423,7 +423,7 @@ def test_an_automatic_store_has_snapshots(folder: Path) -> None:
 
 def test_a_store_on_a_gpu_and_a_draft_are_refused(folder: Path) -> None:
     options = EngineOptions(prefix_store=PrefixStoreConfig(num_bytes=2**20))
-    with pytest.raises(ValueError, match="a prefix_store is set on a GPU"):
+    with pytest.raises(ValueError, match="has recurrent layers, which a prefix store does not support on a GPU"):
         engine_config(read_model_config(folder), options, KVBudget.full(128), 128, device="cuda")
     with pytest.raises(ValueError, match="recurrent layers; a draft needs attention"):
         Draft.load(folder)
