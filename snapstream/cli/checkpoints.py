@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.flags import Model, decode_text, whole_number, whole_option
+from snapstream.cli.flags import Model, decode_text, whole_option
 from snapstream.config.values import DType
 from snapstream.config.weights import DEFAULT_GROUP, QuantizedDType, WeightFormat, describe_layers
 from snapstream.models.hub import local_folder
@@ -31,9 +31,7 @@ def quantize(
     out: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.", show_default=False)],
     weights: Annotated[QuantizedDType, typer.Option(help="Format of the layers' matrices.")] = "int8",
     attention: Annotated[QuantizedDType, typer.Option(help="Format of the attention projections.")] = "int8",
-    group: Annotated[
-        int, typer.Option(help="Numbers that share a scale: 32, 64 or 128.", parser=whole_number, metavar="N")
-    ] = DEFAULT_GROUP,
+    group: Annotated[int, whole_option("Numbers that share a scale: 32, 64 or 128.")] = DEFAULT_GROUP,
 ) -> None:
     layers = WeightFormat(dtype=weights, group=group)
     around = WeightFormat(dtype=attention, group=group)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import DraftFlags, read_input
+from snapstream.cli.flags import DraftFlags, needs_extra, read_input
 from snapstream.config.engine import setting
 from snapstream.server.options import ProxyOptions, all_keys, answered_hosts
 from snapstream.spec_prefill.settings import Mode, Snap
@@ -147,10 +147,8 @@ Examples:
 
 
 def proxy(options: ProxyOptions, draft: DraftFlags) -> None:
-    try:
+    with needs_extra("serve"):
         from snapstream.proxy import run_proxy
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
     from snapstream.server.http.lifecycle import listen, set_up_log
     from snapstream.spec_prefill.settings import chunks_of, protection_of, scoring_of
 

@@ -7,7 +7,8 @@ metadata are its help and names; other fields have no flag.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_args, get_origin, get_type_hints
@@ -34,6 +35,15 @@ def read_input(file: str | None, stdin: TextIO) -> str:
         return decode_text(Path(str(file)).read_bytes(), str(file))
     # A text stream would accept bytes that are not UTF-8, and turn CR LF into LF.
     return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """ValueError, with the command that installs them, where packages of an extra are missing for an import."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[{name}]'") from None
 
 
 Command = Callable[..., None]

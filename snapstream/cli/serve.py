@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from snapstream.assets import TINY_MODEL
-from snapstream.cli.flags import ENGINE_ALIASES, Flags, Model, ModelOrTiny, number, whole_option
+from snapstream.cli.flags import ENGINE_ALIASES, Flags, Model, ModelOrTiny, needs_extra, number, whole_option
 from snapstream.config import EngineOptions
 from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
@@ -60,10 +60,8 @@ def serve(
         from snapstream.startup.build import run_worker
 
         raise typer.Exit(run_worker("env", folder, PATIENCE_S))
-    try:
+    with needs_extra("serve"):
         from snapstream.server import run
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[serve]'") from None
     from snapstream.server.engine.api import EngineDead
     from snapstream.server.http.lifecycle import set_up_log
     from snapstream.server.options import refuse_blank
@@ -174,10 +172,8 @@ def deploy(
     from snapstream.integrations.ray.config import prepare
 
     prepare(address or None)
-    try:
+    with needs_extra("ray"):
         from snapstream.integrations.ray import application
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed; run: pip install 'snapstream-llm[ray]'") from None
     from snapstream.integrations.ray.config import read_config
     from snapstream.server.http.lifecycle import set_up_log
     from snapstream.server.run import CannotLoad
