@@ -261,7 +261,7 @@ def compression_table() -> str:
 
 
 def settings_table() -> str:
-    """Other look-aheads, chunks or borders, and the default: a line per family, size and draft that has both."""
+    """Other look-aheads, chunks or boundaries, and the default: a line per family, size and draft that has both."""
     usual = tuple(usual_settings()[key] for key in VARIED)
     lines: dict[tuple[int, int, int], dict[tuple[Any, ...], Cell]] = {}
     for cell in store.read(RESULTS).values():

@@ -463,7 +463,7 @@ class RequestOutput:
 
 MAX_PRIORITY = 100
 # Namespace "a/b" is below "a": it shares nothing with it, and is reset with it.
-NAMESPACE_BORDER = "/"
+NAMESPACE_SEPARATOR = "/"
 
 
 @dataclass(frozen=True, kw_only=True)

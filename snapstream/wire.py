@@ -54,7 +54,7 @@ _LONG = 16  # integers from which a tuple is sent as an array
 _INT64 = "q"
 
 Body = bytes | bytearray | memoryview
-Room = Callable[[int, int, int], bytearray]  # kind, number, size: memory for a frame's body
+Allocate = Callable[[int, int, int], bytearray]  # kind, number, size: memory for a frame's body
 Serve = Callable[[socket.socket, bytes, bytes], None]  # owns the socket; the peer's ticket, the proof for ACCEPTED
 Read = Callable[[Any, Sequence[tuple[int, ...]]], Any]  # a value of a message's head, and the message's arrays
 T = TypeVar("T")
@@ -332,10 +332,10 @@ class Connection:
             self.write(head)
             self.write(body)
 
-    def receive(self, room: Room) -> bytearray:
-        """Read one frame into the memory that ``room`` returns for it. WireError for a damaged one."""
+    def receive(self, allocate: Allocate) -> bytearray:
+        """Read one frame into the memory that ``allocate`` returns for it. WireError for a damaged one."""
         kind, number, size, expected = HEAD.unpack(self.read(HEAD.size))
-        body = room(kind, number, size)
+        body = allocate(kind, number, size)
         self._fill(memoryview(body))
         _check_body(kind, number, body, expected)
         return body

@@ -200,7 +200,7 @@ class ReceiveBuffer:
         held = [*self.parts, self.hidden, self.report, None if self._due is None else self._due[1]]
         return sum(len(piece) for piece in held if piece is not None)
 
-    def room(self, kind: int, number: int, size: int) -> bytearray:
+    def allocate(self, kind: int, number: int, size: int) -> bytearray:
         """Memory for the body of a frame; WireError unless this frame comes next. Call ``take`` when it is filled."""
         if self._due is not None:
             raise WireError("a frame began inside another")
@@ -221,7 +221,7 @@ class ReceiveBuffer:
         return self._due[1]
 
     def take(self) -> None:
-        """The memory of the last ``room`` is filled. WireError for a header that is not the expected one."""
+        """The memory of the last ``allocate`` is filled. WireError for a header that is not the expected one."""
         assert self._due is not None
         (kind, body), self._due = self._due, None
         match kind:
@@ -366,7 +366,7 @@ class KVReceiver:
         try:
             connection.send(Kind.ACCEPTED, proof)
             while not buffer.is_whole:
-                connection.receive(buffer.room)
+                connection.receive(buffer.allocate)
                 buffer.take()
         except (ConnectionFailed, WireError) as error:
             return str(error)

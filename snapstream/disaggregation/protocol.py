@@ -244,7 +244,7 @@ def prefill_request_id(ticket: RowTicket) -> str:
 
     It is not the ticket's key itself, which no log may show.
     """
-    return f"read-{sha256(ticket.key.encode()).hexdigest()[:32]}"
+    return f"prefill-{sha256(ticket.key.encode()).hexdigest()[:32]}"
 
 
 def request_to_bytes(request: Request, budget: KVBudget, selector: Selector) -> bytes:

@@ -156,7 +156,7 @@ class ControlChannel:
 
     def receive(self) -> object:
         """Wait for the next message. ConnectionFailed at the end; ValueError for bytes that are not a message."""
-        return unpack(self._connection.receive(_room), self._kinds)
+        return unpack(self._connection.receive(_allocate), self._kinds)
 
     def close(self) -> None:
         """End the channel both ways; a thread that receives here wakes up.
@@ -166,7 +166,7 @@ class ControlChannel:
         self._connection.cut()
 
 
-def _room(kind: int, number: int, size: int) -> bytearray:
+def _allocate(kind: int, number: int, size: int) -> bytearray:
     if kind != Kind.MESSAGE or size > MAX_BYTES:
         raise WireError(f"a frame of kind {kind} and {size} bytes; a message is of kind 0 and at most {MAX_BYTES}")
     return bytearray(size)

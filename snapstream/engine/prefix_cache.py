@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 from snapstream.config import EngineConfig, PrefixStoreConfig
 from snapstream.engine.request_state import LiveRequest, LiveSample
 from snapstream.step import PrefixMoves, PrefixTier, SavedRow, StoredBlock
-from snapstream.types import NAMESPACE_BORDER, PrefixUse
+from snapstream.types import NAMESPACE_SEPARATOR, PrefixUse
 
 PROTECTED = 0.8  # share of the blocks that hits may protect, at most
 KEPT_PROTECTED = 0.5  # share that new prompts cannot evict
@@ -272,7 +272,7 @@ class PrefixIndex:
 
 def _is_within(name: str, namespace: str | None) -> bool:
     """Whether a namespace is this one or below it; all are below None."""
-    return namespace in (None, name) or name.startswith(f"{namespace}{NAMESPACE_BORDER}")
+    return namespace in (None, name) or name.startswith(f"{namespace}{NAMESPACE_SEPARATOR}")
 
 
 def _common(first: bytes, second: bytes) -> int:

@@ -36,7 +36,7 @@ from torch import Tensor
 from snapstream.kv.prefix_folder import MARKER, PrefixFolder
 from snapstream.kv.spec import Full, KVSpec, Latent
 from snapstream.step import StoredBlock
-from snapstream.types import NAMESPACE_BORDER
+from snapstream.types import NAMESPACE_SEPARATOR
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class PrefixFiles:
 
     def place(self, namespace: str) -> str:
         """The folder of a namespace, which contains those of namespaces below it."""
-        parts = [part.encode("utf-8", "surrogatepass") for part in namespace.split(NAMESPACE_BORDER)]
+        parts = [part.encode("utf-8", "surrogatepass") for part in namespace.split(NAMESPACE_SEPARATOR)]
         return "/".join(_keyed(self._folder.secret, b"space", part).hex() for part in parts)
 
     def _scan(self) -> None:

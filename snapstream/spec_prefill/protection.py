@@ -7,7 +7,7 @@ is long; then its first paragraph (if short) and its last paragraphs stay, becau
 The draft reads a text with its request: the last user message's, or for a tool output the user message before it, which
 does not change as the conversation grows, so that its scores can be cached.
 
-Positions are those of characters; a border at ``i`` lies between ``text[i - 1]`` and ``text[i]``. Invariants: chunks
+Positions are those of characters; a boundary at ``i`` lies between ``text[i - 1]`` and ``text[i]``. Invariants: chunks
 tile the text (characters that no token covers go to the chunk before them; bytes of one character that tokens share, to
 the last of them); ``grow`` only widens a span and never splits a grapheme (base and combining marks, joined emoji,
 flags, CR LF); spans are ascending, disjoint and never touch; the joined text consists of verbatim pieces of the source,
@@ -24,7 +24,7 @@ from typing import Any
 
 from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, Snap
 
-_LIMITS: dict[str, int] = {"word": 48, "line": 800}  # characters; farther borders are ignored
+_LIMITS: dict[str, int] = {"word": 48, "line": 800}  # characters; farther boundaries are ignored
 _JOINER = "\u200d"
 _DEFINITION = re.compile(
     r"[ \t]*((export|public|private|protected|static|async|pub|final|abstract|override|inline|default|unsafe)[ \t]+)*"
@@ -68,7 +68,7 @@ def _is_flag_half(char: str) -> bool:
     return 0x1F1E6 <= ord(char) <= 0x1F1FF
 
 
-def _is_word_border(text: str, i: int) -> bool:
+def _is_word_boundary(text: str, i: int) -> bool:
     left, right = text[i - 1], text[i]
     if left.isspace() or right.isspace():
         return True
@@ -77,7 +77,7 @@ def _is_word_border(text: str, i: int) -> bool:
 
 
 def grow(text: str, start: int, end: int, snap: Snap, *, is_code: bool = False) -> tuple[int, int]:
-    """Widen ``start .. end`` to the nearest borders outside it; a border too far away gives way to a finer one."""
+    """Widen ``start .. end`` to the nearest boundaries outside it; a boundary too far away gives way to a finer one."""
     if snap == "line":
         left, right = _line_start(text, start), _line_end(text, end)
         if is_code and left is not None:
@@ -97,9 +97,9 @@ def _within(place: int, found: int | None) -> int:
 
 
 def _word(text: str, i: int, step: int) -> int:
-    """Nearest word border at or beyond ``i``; ``i`` itself if there is none near."""
+    """Nearest word boundary at or beyond ``i``; ``i`` itself if there is none near."""
     place = i
-    while 0 < place < len(text) and not _is_word_border(text, place):
+    while 0 < place < len(text) and not _is_word_boundary(text, place):
         place += step
         if abs(place - i) > _LIMITS["word"]:
             return i
@@ -171,7 +171,7 @@ TEXT_DELIMITER = "\n[...]\n"
 
 
 class Cutter:
-    """``ChunkSettings`` resolved for one text: its mode, chunk length, border and delimiter."""
+    """``ChunkSettings`` resolved for one text: its mode, chunk length, boundary and delimiter."""
 
     def __init__(self, settings: ChunkSettings, text: str) -> None:
         mode = settings.mode
@@ -183,7 +183,7 @@ class Cutter:
         self.delimiter = settings.delimiter or (code_delimiter(text) if self.is_code else TEXT_DELIMITER)
 
     def spans(self, text: str, chunks: Iterable[Span], forced: Iterable[Span] = ()) -> list[Span]:
-        """Kept chunks grown to borders, and ``forced`` spans as they are; adjacent ones merged."""
+        """Kept chunks grown to boundaries, and ``forced`` spans as they are; adjacent ones merged."""
         grown = [grow(text, start, end, self.snap, is_code=self.is_code) for start, end in merged(chunks)]
         return merged([*grown, *forced])
 
@@ -306,10 +306,10 @@ def _request(messages: Sequence[Mapping[str, Any]], user: int | None, rules: Pro
 def head_end(text: str, most: int, count: Count) -> int:
     """End of the first paragraph if it has at most ``most`` tokens and something follows it, else 0."""
     begin = len(text) - len(text.lstrip())
-    border = text.find("\n\n", begin)
-    if most == 0 or border < 0 or count(text[:border]) > most:
+    boundary = text.find("\n\n", begin)
+    if most == 0 or boundary < 0 or count(text[:boundary]) > most:
         return 0
-    return border + 2
+    return boundary + 2
 
 
 def tail_start(text: str, most: int, count: Count) -> int:
@@ -320,11 +320,11 @@ def tail_start(text: str, most: int, count: Count) -> int:
     """
     if most == 0:
         return len(text)
-    for border in ("\n\n", "\n"):
+    for boundary in ("\n\n", "\n"):
         best, place = len(text), len(text.rstrip())
         while place > 0:
-            found = text.rfind(border, 0, place)
-            begin = found + len(border) if found >= 0 else 0
+            found = text.rfind(boundary, 0, place)
+            begin = found + len(boundary) if found >= 0 else 0
             if count(text[begin:]) > most:
                 break
             best, place = begin, found

@@ -61,7 +61,7 @@ class ChunkSettings:
 
     mode: Mode = "text"
     chunk_len: int = 0  # draft tokens; 0: 32 for text, 128 for code
-    snap: Snap | None = None  # kept spans grow to this border; None: word for text, line for code
+    snap: Snap | None = None  # kept spans grow to this boundary; None: word for text, line for code
     delimiter: str | None = None  # between spans that are not adjacent; None: by mode
 
     def __post_init__(self) -> None:

@@ -355,9 +355,9 @@ def test_a_ticket_that_names_nothing_is_refused(wrong: dict[str, object]) -> Non
 
 def test_a_landing_takes_nothing_inside_a_frame() -> None:
     landing = ReceiveBuffer(header_of(), 64)
-    landing.room(Kind.HEADER, 0, 100)
+    landing.allocate(Kind.HEADER, 0, 100)
     with pytest.raises(WireError, match="inside another"):
-        landing.room(Kind.LAYER, 0, 1)
+        landing.allocate(Kind.LAYER, 0, 1)
     assert BUDGET.capacity == 6
 
 
@@ -406,7 +406,7 @@ def land(sent: list[Frame]) -> ReceiveBuffer | str:
         if landing.is_whole:
             break  # nobody reads further
         try:
-            room = landing.room(kind, number, len(body))
+            room = landing.allocate(kind, number, len(body))
             assert len(room) == len(body)
             room[:] = body
             landing.take()
@@ -439,10 +439,10 @@ def test_no_head_takes_more_memory_than_the_row_has(kind: int, number: int, size
     for count in range(len(GOOD)):
         landing = ReceiveBuffer(HEADER, MAX_REPORT)
         for frame in GOOD[:count]:
-            landing.room(frame[0], frame[1], len(frame[2]))[:] = frame[2]
+            landing.allocate(frame[0], frame[1], len(frame[2]))[:] = frame[2]
             landing.take()
         with suppress(WireError):
-            landing.room(kind, number, size)
+            landing.allocate(kind, number, size)
         assert landing.num_bytes <= MOST
 
 

@@ -222,7 +222,7 @@ class ReplicaRegistry:
 
     def __init__(self, *, prefill_only: bool = False) -> None:
         """``prefill_only``: the replicas prefill for others, and count waiting tokens; else rows."""
-        self._reads_only = prefill_only
+        self._prefill_only = prefill_only
         self._lock = Lock()
         self._reports: dict[str, Report] = {}
         self.names: tuple[str, ...] = ()  # of Ray's replicas; some may not have reported yet
@@ -289,13 +289,13 @@ class ReplicaRegistry:
             return EngineStats(**sums)
 
     def _order(self, loads: Mapping[str, Load], route: Route) -> list[str]:
-        order = rank_for_prefill if self._reads_only else rank_for_decode
+        order = rank_for_prefill if self._prefill_only else rank_for_decode
         return order(loads, route.key, route.size)
 
     def _load(self, name: str) -> Load:
         """As reported, or as this caller knows better; one that never reported is tried."""
         load = self._loads.get(name, Load())
-        if self._reads_only:
+        if self._prefill_only:
             return replace(load, queued_tokens=max(load.queued_tokens, self._own[name]))
         return replace(load, open_rows=max(load.open_rows, self._own[name]))
 

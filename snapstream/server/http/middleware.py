@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from snapstream.config.values import is_loopback
 from snapstream.server.http.errors import Api, ApiError, Middleware, api_of, bad_value
-from snapstream.types import NAMESPACE_BORDER
+from snapstream.types import NAMESPACE_SEPARATOR
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class Namespaces:
             raise bad_value(f"{SALT} is {salt!r}; it must be a string", SALT)
         if not 1 <= len(salt) <= MAX_SALT_CHARS:
             raise bad_value(f"{SALT} has {len(salt)} characters; it must have 1 to {MAX_SALT_CHARS}", SALT)
-        return own + NAMESPACE_BORDER + self._hash(own.encode(), salt.encode("utf-8", "surrogatepass"))
+        return own + NAMESPACE_SEPARATOR + self._hash(own.encode(), salt.encode("utf-8", "surrogatepass"))
 
     def _hash(self, kind: bytes, value: bytes) -> str:
         return hmac.new(self._secret, kind + b"\0" + value, hashlib.sha256).hexdigest()

@@ -1,4 +1,4 @@
-"""Chunks, borders and joined text on any Unicode: verbatim pieces, in order, no character split."""
+"""Chunks, boundaries and joined text on any Unicode: verbatim pieces, in order, no character split."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_kept_text_is_verbatim_and_in_order(text, name, size, mode, snap, data) 
     assert all(b < c for (_, b), (c, _) in zip(spans, spans[1:], strict=False)), "neighbours were not merged"
     covered = {i for a, b in spans for i in range(a, b)}
     assert all(i in covered for a, b in [*kept, *forced] for i in range(a, b)), "a kept character is missing"
-    borders = {i for span in spans for i in span} - {i for span in forced for i in span}
-    assert all(is_whole(text, i) for i in borders)
+    boundaries = {i for span in spans for i in span} - {i for span in forced for i in span}
+    assert all(is_whole(text, i) for i in boundaries)
     joined = cutter.join([text[a:b] for a, b in spans])
     if "\x00" not in text:
         assert joined.split("\x00cut\x00") == ([text[a:b] for a, b in spans] or [""])
