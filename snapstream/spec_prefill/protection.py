@@ -24,7 +24,8 @@ from typing import Any
 
 from snapstream.spec_prefill.settings import CHUNK_LEN, ChunkSettings, Protection, Snap
 
-_LIMITS: dict[str, int] = {"word": 48, "line": 800}  # characters; farther boundaries are ignored
+_WORD_LIMIT, _LINE_LIMIT = 48, 800  # characters to a boundary; farther ones are ignored
+_SNIFFED, _SNIFFED_LINES = 20_000, 200  # characters, and lines of these, that tell the kind of a text
 _JOINER = "\u200d"
 _DEFINITION = re.compile(
     r"[ \t]*((export|public|private|protected|static|async|pub|final|abstract|override|inline|default|unsafe)[ \t]+)*"
@@ -101,13 +102,13 @@ def _word(text: str, i: int, step: int) -> int:
     place = i
     while 0 < place < len(text) and not _is_word_boundary(text, place):
         place += step
-        if abs(place - i) > _LIMITS["word"]:
+        if abs(place - i) > _WORD_LIMIT:
             return i
     return place
 
 
 def _line_start(text: str, i: int) -> int | None:
-    low = max(0, i - _LIMITS["line"])
+    low = max(0, i - _LINE_LIMIT)
     found = text.rfind("\n", low, i)
     if found >= 0:
         return found + 1
@@ -117,7 +118,7 @@ def _line_start(text: str, i: int) -> int | None:
 def _line_end(text: str, i: int) -> int | None:
     if i > 0 and text[i - 1] == "\n":
         return i
-    high = i + _LIMITS["line"]
+    high = i + _LINE_LIMIT
     found = text.find("\n", i, high)
     if found >= 0:
         return found + 1
@@ -149,15 +150,15 @@ def _indent(text: str, line: int) -> int:
     return stop - line
 
 
-def looks_like_code(text: str, num_lines: int = 200) -> bool:
+def looks_like_code(text: str) -> bool:
     """Whether most of the first lines look like a programming language."""
-    lines = [line for line in text[:20_000].splitlines()[:num_lines] if line.strip()]
+    lines = [line for line in text[:_SNIFFED].splitlines()[:_SNIFFED_LINES] if line.strip()]
     return len(lines) >= 3 and sum(bool(_CODE_LINE.search(line)) for line in lines) > len(lines) / 2
 
 
 def code_delimiter(text: str) -> str:
     """A comment line that says that code is missing, in the text's own kind of comment."""
-    lines = text[:20_000].splitlines()
+    lines = text[:_SNIFFED].splitlines()
     hashes = sum(bool(_HASH_LINE.match(line)) for line in lines)
     slashes = sum(
         line.lstrip().startswith(("//", "/*", "*")) or line.rstrip().endswith((";", "{", "}")) for line in lines
