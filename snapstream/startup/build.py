@@ -124,18 +124,19 @@ def build_runner(
     if config.parallel.size > 1:
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
-    make_tier = _disk_tier(folder, config, 0)
     _check_vocabulary(folder, model, config.speculator)
-    runner = ModelRunner(
-        _load(folder, model, config, progress, kernels, make_decode),
-        config,
-        grammars,
-        make_decode=make_decode,
-        make_tier=make_tier,
-        on_unit=on_unit,
-        progress=progress is True,
-    )
-    load_draft_model(runner, progress, kernels, make_decode)
+    with _disk_tier(folder, config, 0) as make_tier:
+        decoder = _load(folder, model, config, progress, kernels, make_decode)
+        runner = ModelRunner(
+            decoder,
+            config,
+            grammars,
+            make_decode=make_decode,
+            make_tier=make_tier,
+            on_unit=on_unit,
+            progress=progress is True,
+        )
+        load_draft_model(runner, progress, kernels, make_decode)
     return runner
 
 
@@ -254,9 +255,9 @@ def build_rank(
     """Load one rank's shard of the weights and make a runner of it, at the same time as all other ranks."""
     from snapstream.exec.runner import ModelRunner
 
-    make_tier = _disk_tier(folder, config, group.rank)
-    decoder = _load(folder, model, config, progress, group=group)
-    return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress is True)
+    with _disk_tier(folder, config, group.rank) as make_tier:
+        decoder = _load(folder, model, config, progress, group=group)
+        return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress is True)
 
 
 def _check_heads(folder: Path, config: EngineConfig) -> None:
@@ -268,10 +269,14 @@ def _check_heads(folder: Path, config: EngineConfig) -> None:
         )
 
 
-def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> MakeTier | None:
-    """Opens the folder of a rank's prefix store, before anything large is read; ValueError if it cannot be used."""
+@contextmanager
+def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> Iterator[MakeTier | None]:
+    """Opens the folder of a rank's prefix store, before anything large is read; ValueError if it cannot be used. An
+    error in the block closes it.
+    """
     if not config.prefix_dir:
-        return None
+        yield None
+        return
     from snapstream.kv.prefix_folder import PrefixFolder, rank_part
     from snapstream.kv.prefix_store import PrefixFiles
 
@@ -279,7 +284,11 @@ def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> MakeTier | None
     model = sha256(f"{facts}".encode()).digest()  # each of them gives other keys and values
     opened = PrefixFolder(Path(config.prefix_dir), rank_part(config.parallel, rank))
     max_bytes = config.prefix_disk // config.parallel.size
-    return lambda blocks: PrefixFiles(blocks, opened, model, max_bytes, _settle(config.device, rank))
+    try:
+        yield lambda blocks: PrefixFiles(blocks, opened, model, max_bytes, _settle(config.device, rank))
+    except BaseException:
+        opened.close()
+        raise
 
 
 def _settle(device: str, rank: int) -> Callable[[], None]:
@@ -632,7 +641,7 @@ def _serve(channel: ControlChannel, inbox: Inbox, folder: Path | None, store: St
     with on_network_of(task.rendezvous):
         group = Ranks.join(task.rank, config.parallel.size, task.rendezvous, config.device, JOIN_S, store)
     group.set_timeout(LOAD_S)
-    runner = build_rank(own, model, config, _grammars(own, model), False, group, lambda: None)
+    runner = build_rank(own, model, config, _grammars(own, model), False, group)
     runs = RankRunner(runner, group, checks=task.checks_ranks)
     channel.send(Ready())
     files = runner.prefix_tier

@@ -785,6 +785,15 @@ def test_bad_folders_are_refused_at_the_start(model: Path, tmp_path: Path) -> No
         start(model, ours, prefix_disk="lots")
 
 
+def test_a_start_that_fails_leaves_the_folder_to_the_next(model: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(Exception) as failed:  # noqa: B017  # of the library that reads the file
+        start(broken, tmp_path / "store")
+    assert "in use" not in str(failed.value)
+    start(model, tmp_path / "store")
+
+
 def test_the_secret_is_made_once(tmp_path: Path) -> None:
     first = folder_secret(tmp_path / "a")
     assert first == folder_secret(tmp_path / "a") != folder_secret(tmp_path / "b")
