@@ -193,12 +193,13 @@ class KVCache:
         kernels: Kernels | None = None,
         partition: RowPartition | None = None,
         heads: HeadSlots | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
         """``kernels`` default to ``bind(device)``. With ``partition`` only this rank's part of ``num_rows`` is stored.
-        With ``heads`` (per-head budgets) ``capacity`` is the mean over heads.
+        With ``heads`` (per-head budgets) ``capacity`` is the mean over heads. ``sinks [L, H]``: the model's learned
+        attention sinks, if it has any, which take their share of attention scores.
         """
-        # Learned attention sinks [L, H] of the model, which take their share of attention scores; None: it has none.
-        self.sinks: Tensor | None = None
+        self.sinks = sinks
         self.spec = spec
         self.partition = partition
         self.num_rows = num_rows = num_rows if partition is None else partition.num_local
