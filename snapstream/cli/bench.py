@@ -211,14 +211,12 @@ def step_bytes(model: ModelConfig, config: EngineConfig, num_rows: int, num_toke
 def describe(model: Path, llm: LLM, read_rate: float, *, is_random: bool) -> dict[str, str]:
     """What was measured, and on what; ``model`` as it was given."""
     from snapstream.kernels.cpu.looped.build import instruction_sets
-    from snapstream.kv.spec import KVSpec
     from snapstream.models.sharding import num_parameters, weight_bytes
     from snapstream.startup.measure import machine_name
 
     own, config = llm.model_config, llm.config
     size = format_bytes(weight_bytes(own, config.dtype, config.weights))
     name = (model.resolve().parent if model.is_file() else model.resolve()).name if model.exists() else str(model)
-    kv_dtype = KVSpec.of(own, config.dtype, config.kv_dtype).kv_dtype
     threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
     where = f", {instruction_sets()[0]}, {threads} threads" * config.device.startswith("cpu")
     return {
@@ -228,7 +226,7 @@ def describe(model: Path, llm: LLM, read_rate: float, *, is_random: bool) -> dic
         "executor": config.executor + f", {config.parallel.size} ranks" * (config.parallel.size > 1),
         "weights": f"{'dtype' if config.weights is None else config.weights.describe()}, {size}",
         "rows": f"{config.max_rows} of {config.budget.capacity:,} slots, KV dtype "
-        f"{config.dtype if kv_dtype == 'auto' else kv_dtype}, computed in {config.dtype}",
+        f"{config.dtype if config.kv_dtype == 'auto' else config.kv_dtype}, computed in {config.dtype}",
     }
 
 
