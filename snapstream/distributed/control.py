@@ -294,7 +294,7 @@ class WorkerRanks:
         self._lost: Failed | None = None
         self._on_end: list[Callable[[], None]] = []
         self._on_done: Callable[[int, BlocksDone], None] = lambda rank, done: None
-        self._is_closed = self._is_watched = False
+        self._is_watched = False
 
     def __len__(self) -> int:
         return self._count
@@ -366,7 +366,7 @@ class WorkerRanks:
         with self._change:
             free = sorted(set(range(1, self._count + 1)) - {own.rank for own in self._all})
             rank = hello.rank or next(iter(free), 0)
-            if self._is_closed or not free:
+            if self._closing.is_set() or not free:
                 why = "all ranks are connected"
             elif rank not in free:
                 why = why or f"rank {rank} is not missing; missing are {free}"
@@ -477,8 +477,7 @@ class WorkerRanks:
     def close(self) -> None:
         """End all workers; returns when those of this machine are reaped. May be called twice."""
         with self._change:
-            self._is_closed = True
-        self._closing.set()
+            self._closing.set()
         for own in self._all:
             own.channel.close()
         deadline = monotonic() + STOP_S
@@ -518,7 +517,7 @@ class WorkerRanks:
         else:
             end = Failed("error", why or f"rank {own.rank} {_describe(own.process)}")
         with self._change:
-            is_first = self._lost is None and not self._is_closed
+            is_first = self._lost is None and not self._closing.is_set()
             if is_first:
                 self._lost = end
             for act in self._on_end:
