@@ -65,7 +65,7 @@ NUMBERS: tuple[tuple[str, float, float], ...] = (
 
 def _as_tuple(name: str, values: Any) -> tuple[Any, ...]:
     values = plain(values)
-    if values is not None and (not isinstance(values, Sequence) or isinstance(values, (bytes, bytearray))):
+    if values is not None and not is_list(values):
         raise InvalidValue(f"{name} is {values!r}; it must be a list", name)
     return tuple(values or ())
 
