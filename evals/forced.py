@@ -13,7 +13,7 @@ from typing import Any
 
 from snapstream.config import EngineConfig, ModelConfig
 from snapstream.llm import LLM
-from snapstream.step import KVConnector, PendingStep, PrefixTier, Runner, StepPlan, StepResult
+from snapstream.step import DiskCache, KVConnector, PendingStep, Runner, StepPlan, StepResult
 from snapstream.types import Request, RequestOutput, SamplingParams
 
 
@@ -36,9 +36,9 @@ class ForcedRunner:
         self._left: dict[int, list[int]] = {}  # by row, next token last
 
     @property
-    def prefix_tier(self) -> PrefixTier | None:
-        tier: PrefixTier | None = self._runner.prefix_tier
-        return tier
+    def disk_cache(self) -> DiskCache | None:
+        disk_cache: DiskCache | None = self._runner.disk_cache
+        return disk_cache
 
     def is_ready(self, job_id: int) -> bool:
         return bool(self._runner.is_ready(job_id))

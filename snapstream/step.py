@@ -216,8 +216,8 @@ class StoredBlock:
     is_snapshot: bool = False  # the recurrent states after its last token; ``number`` counts snapshots
 
 
-class PrefixTier(Protocol):
-    """Prefix store on disk (``kv/prefix_store.py``); reads and writes are asynchronous."""
+class DiskCache(Protocol):
+    """The prefix store's disk cache (``kv/prefix_store.py``); reads and writes are asynchronous."""
 
     def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
         """File names of a chain's blocks, or of snapshots at their ends, whether they exist or not."""
@@ -311,7 +311,7 @@ class Runner(Protocol):
     """Executes plans in order. ``submit`` may return before the device is done."""
 
     @property
-    def prefix_tier(self) -> PrefixTier | None:
+    def disk_cache(self) -> DiskCache | None:
         """None without a prefix store on disk."""
         ...
 

@@ -285,7 +285,7 @@ class EngineConfig(Settings):
     prefix_blocks: int = 0  # that the store holds
     prefix_snapshots: int = 0  # of recurrent states that the store holds; 0 for models without
     prefix_row_len: int = 0  # longest sequence whose row has the exact keys and values that the store keeps; 0: none
-    prefix_dir: str = ""  # folder of the store's disk tier; none by default
+    prefix_dir: str = ""  # folder of the store's disk cache; none by default
     prefix_disk: int = 0  # bytes that it may hold
     prefix_max_len: int = 0  # longer prompts are neither stored nor looked up; 0: max_model_len
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -27,7 +27,7 @@ from operator import itemgetter
 from snapstream.config import Chunking, EngineConfig, ParallelConfig
 from snapstream.engine.prefix_cache import PrefixLookup
 from snapstream.engine.request_state import LiveRequest
-from snapstream.step import JobSpec, PrefillEntry, PrefixTier
+from snapstream.step import DiskCache, JobSpec, PrefillEntry
 
 LEAST_TOKENS = 128  # a shorter unit takes as long: reading the layer's weights bounds it
 
@@ -210,11 +210,11 @@ class Job:
 class Admission:
     """Turns waiting requests into jobs."""
 
-    def __init__(self, config: EngineConfig, *, num_layers: int, tier: PrefixTier | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, num_layers: int, disk_cache: DiskCache | None = None) -> None:
         self._config = config
         self._num_layers = num_layers
         self._job_ids = count()
-        self.prefixes = None if config.prefix_store is None else PrefixLookup(config.prefix_store, config, tier)
+        self.prefixes = None if config.prefix_store is None else PrefixLookup(config.prefix_store, config, disk_cache)
         self._waiting = WaitingQueue()
         self._num_short = 0  # of those waiting
         self._free_rows = FreeRows(config.max_rows, config.parallel)

@@ -190,7 +190,7 @@ class Engine:
         self._tokenizer = None if tokenizer is None else CachingTokenizer(tokenizer)
         self._random = random or Random()
         self._clock = clock
-        self._scheduler = Scheduler(config, num_layers=num_layers, tier=runner.prefix_tier)
+        self._scheduler = Scheduler(config, num_layers=num_layers, disk_cache=runner.disk_cache)
         self._prefixes = self._scheduler.admission.prefixes
         self._transfers = Transfers(self._scheduler)
         self._live: dict[str, LiveRequest] = {}  # until ``step`` has returned the finished output

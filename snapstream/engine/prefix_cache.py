@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 from snapstream.config import EngineConfig, PrefixStoreConfig
 from snapstream.engine.request_state import LiveRequest, LiveSample
-from snapstream.step import PrefixMoves, PrefixTier, SavedRow, StoredBlock
+from snapstream.step import DiskCache, PrefixMoves, SavedRow, StoredBlock
 from snapstream.types import NAMESPACE_SEPARATOR, PrefixUse
 
 PROTECTED = 0.8  # share of the blocks that hits may protect, at most
@@ -308,8 +308,8 @@ class DiskTransfers:
     one then planned may still read or fill, so it starts when the result of that step has been read.
     """
 
-    def __init__(self, index: PrefixIndex, tier: PrefixTier) -> None:
-        self._index, self.tier = index, tier
+    def __init__(self, index: PrefixIndex, disk_cache: DiskCache) -> None:
+        self._index, self.disk_cache = index, disk_cache
         self._reads: list[_Read] = []
         self._writes: list[_Write] = []
 
@@ -317,13 +317,13 @@ class DiskTransfers:
         """Reserve a read of the blocks that follow the ``num_known`` ones in memory that are of use, if that makes at
         least ``least`` blocks; the last node that is read, or None. With recurrent layers they end with a snapshot.
         """
-        names, path = self.tier.names(namespace, chain), self._index.path(namespace, chain)
+        names, path = self.disk_cache.names(namespace, chain), self._index.path(namespace, chain)
         end, states = len(path), tuple[str, ...]()
-        while end < len(chain) and self.tier.has(names[end]):
+        while end < len(chain) and self.disk_cache.has(names[end]):
             end += 1
         if self._index.num_snapshots:
-            states = self.tier.names(namespace, chain[:end], of_snapshots=True)
-            end = next((own for own in range(end, num_known, -1) if self.tier.has(states[own - 1])), num_known)
+            states = self.disk_cache.names(namespace, chain[:end], of_snapshots=True)
+            end = next((own for own in range(end, num_known, -1) if self.disk_cache.has(states[own - 1])), num_known)
         if end == num_known or end < least:
             return None
         reservation = self._index.reserve(namespace, chain[:end])
@@ -349,18 +349,18 @@ class DiskTransfers:
         """The result of the step before the one in flight has been read; ``is_idle``: no step is in flight."""
         for read in self._reads:
             if read.done is None and (is_idle or read.is_older):
-                read.done = self.tier.load(read.wanted)
+                read.done = self.disk_cache.load(read.wanted)
             read.is_older = True
 
     def write(
         self, namespace: str, chain: Chain, reservation: Reservation, snapshots: Mapping[int, tuple[Node, int]]
     ) -> None:
         """Start to write blocks that a job has filled, and the snapshots that it took, by the block they end."""
-        names = self.tier.names(namespace, chain[: reservation.first + len(reservation.nodes)])
+        names = self.disk_cache.names(namespace, chain[: reservation.first + len(reservation.nodes)])
         for name, node in zip(names[reservation.first :], reservation.nodes, strict=True):
             if not self._save(node, StoredBlock(node.number, name, node.tokens)):
                 return
-        names = self.tier.names(namespace, chain[: max(snapshots, default=0)], of_snapshots=True)
+        names = self.disk_cache.names(namespace, chain[: max(snapshots, default=0)], of_snapshots=True)
         for end, (node, number) in snapshots.items():
             if node.snapshot == number:  # else it was evicted since
                 self._save(node, StoredBlock(number, names[end - 1], node.tokens, is_snapshot=True))
@@ -370,7 +370,7 @@ class DiskTransfers:
         if node.is_lost or len(self._writes) >= MOST_PINNED * self._index.num_blocks:
             return False
         node.num_users += 1  # its snapshot is not evicted either
-        self._writes.append(_Write(node, self.tier.save(block)))
+        self._writes.append(_Write(node, self.disk_cache.save(block)))
         return True
 
     def poll(self) -> None:
@@ -452,7 +452,7 @@ class _Held:
 class PrefixLookup:
     """The prefix store of one engine; its methods do nothing for prompts that are not looked up."""
 
-    def __init__(self, store: PrefixStoreConfig, config: EngineConfig, tier: PrefixTier | None = None) -> None:
+    def __init__(self, store: PrefixStoreConfig, config: EngineConfig, disk_cache: DiskCache | None = None) -> None:
         self._block_len, self._longest = store.block_len, config.prefix_max_len or config.max_model_len
         self._min_tokens = store.min_tokens
         self._min_blocks = -(-store.min_tokens // store.block_len)  # that a hit has
@@ -461,7 +461,7 @@ class PrefixLookup:
         self._queued: dict[LiveRequest, _Lookup] = {}
         self._held: dict[LiveRequest, _Held] = {}
         self._filled: dict[LiveRequest, _Held] = {}  # jobs whose last unit is planned, until its result has been read
-        self._disk = None if tier is None else DiskTransfers(self.index, tier)
+        self._disk = None if disk_cache is None else DiskTransfers(self.index, disk_cache)
         self._row_len, self._num_drafted = config.prefix_row_len, config.num_speculative_tokens
         self._stats = PrefixStats()
         self._hits: Counter[Origin] = Counter()
@@ -669,13 +669,13 @@ class PrefixLookup:
         self._unstored = deque(kept, maxlen=MAX_UNSTORED)
         self.poll()  # an idle engine does not
         if self._disk is not None:
-            self._disk.tier.forget(namespace)
+            self._disk.disk_cache.forget(namespace)
         return self.index.reset(namespace)
 
     def close_disk(self) -> None:
         """Finish writing."""
         if self._disk is not None:
-            self._disk.tier.close()
+            self._disk.disk_cache.close()
 
     def _most_restored(self, live: LiveRequest) -> int:
         """Cached blocks that a prompt may use: the observation queries are computed, and at least one token."""

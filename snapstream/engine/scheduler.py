@@ -28,7 +28,7 @@ from snapstream.config import EngineConfig
 from snapstream.engine.admission import Admission, Job, unit_work
 from snapstream.engine.prefix_cache import StoredAnswer
 from snapstream.engine.request_state import LiveRequest, LiveSample
-from snapstream.step import JobSpec, KVReceived, PrefillEntry, PrefixTier, ReceivedRow, StepPlan, UnitRange
+from snapstream.step import DiskCache, JobSpec, KVReceived, PrefillEntry, ReceivedRow, StepPlan, UnitRange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +51,8 @@ IDLE_PASSES = 4
 class Scheduler:
     """Owns every request from arrival until its last token is planned."""
 
-    def __init__(self, config: EngineConfig, *, num_layers: int, tier: PrefixTier | None = None) -> None:
-        self.admission = Admission(config, num_layers=num_layers, tier=tier)
+    def __init__(self, config: EngineConfig, *, num_layers: int, disk_cache: DiskCache | None = None) -> None:
+        self.admission = Admission(config, num_layers=num_layers, disk_cache=disk_cache)
         self._chunking, self._num_layers = config.chunking, num_layers
         self._quantum = config.chunking.prefill_quantum or num_layers
         self._idle_quantum = max(self._quantum, IDLE_PASSES * num_layers)

@@ -33,7 +33,7 @@ from snapstream.distributed.group import Group
 from snapstream.exec.results import SubmittedStep
 from snapstream.exec.runner import ModelRunner
 from snapstream.kv.prefix_store import PrefixFiles
-from snapstream.step import KVConnector, PrefixTier, StepPlan, StoredBlock
+from snapstream.step import DiskCache, KVConnector, StepPlan, StoredBlock
 from snapstream.wire import ConnectionFailed
 
 
@@ -67,7 +67,7 @@ class ParallelRunner:
     def __init__(self, rank_0: RankRunner, workers: WorkerRanks, leave: Callable[[], None]) -> None:
         """``leave`` leaves the process group: at ``close``, or when this is garbage-collected."""
         self.rank_0, self.workers = rank_0, workers
-        files = rank_0.runner.prefix_tier
+        files = rank_0.runner.disk_cache
         self._files = None if files is None else RankFiles(files, len(workers), self._send)
         if self._files is not None:
             workers.when_done(self._files.note)
@@ -75,7 +75,7 @@ class ParallelRunner:
         self._finalizer = weakref.finalize(self, _finalize, workers, leave)
 
     @property
-    def prefix_tier(self) -> PrefixTier | None:
+    def disk_cache(self) -> DiskCache | None:
         """The files of all ranks, if the prefix store has a folder."""
         return self._files
 
@@ -148,7 +148,7 @@ class _Pending:
 
 
 class RankFiles:
-    """The ``PrefixTier`` of rank 0: the files of all ranks."""
+    """The ``DiskCache`` of rank 0: the files of all ranks."""
 
     def __init__(self, own: PrefixFiles, num_workers: int, send: Callable[[object], None]) -> None:
         """``send`` sends a message to every worker; ``note`` receives their answers."""
@@ -158,7 +158,7 @@ class RankFiles:
         self._next = 0
 
     def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
-        """See ``PrefixTier.names``; the same on all ranks."""
+        """See ``DiskCache.names``; the same on all ranks."""
         return self._own.names(namespace, chain, of_snapshots=of_snapshots)
 
     def has(self, name: str) -> bool:
@@ -166,7 +166,7 @@ class RankFiles:
         return self._own.has(name)
 
     def load(self, wanted: Sequence[StoredBlock]) -> Future[int]:
-        """See ``PrefixTier.load``; the least of all ranks."""
+        """See ``DiskCache.load``; the least of all ranks."""
         return self._ask(lambda number: ReadBlocks(number, tuple(wanted)), lambda: self._own.load(wanted))
 
     def save(self, block: StoredBlock) -> Future[int]:

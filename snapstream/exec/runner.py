@@ -128,7 +128,7 @@ def warm_up_kernels(
 _LOGITS_TOKENS, _LOGITS_BYTES = 256, 64 * 2**20
 
 
-MakeTier = Callable[[PrefixBlocks], PrefixFiles]
+MakeDiskCache = Callable[[PrefixBlocks], PrefixFiles]
 MakeWriter = Callable[[KVCache, EngineConfig], RowWriter]
 
 
@@ -143,14 +143,14 @@ class ModelRunner:
         *,
         make_decode: MakeDecode | None = None,
         make_writer: MakeWriter = RowWriter,
-        make_tier: MakeTier | None = None,
+        make_disk_cache: MakeDiskCache | None = None,
         on_unit: Callable[[], None] = lambda: None,
         progress: bool = False,
     ) -> None:
         """``grammars`` is needed by requests with a grammar; ``progress`` is shown on stderr.
 
         ``make_decode`` makes the decode step, by default of ``config.executor``; ``make_writer`` the row writer,
-        ``make_tier`` the prefix store on disk. ``on_unit`` is called after each unit of prefill, as a heartbeat.
+        ``make_disk_cache`` the prefix store on disk. ``on_unit`` is called after each unit of prefill, as a heartbeat.
         """
         self.decoder, self.config = decoder, config
         model, device, dtype = decoder.config, decoder.device, decoder.dtype
@@ -170,12 +170,12 @@ class ModelRunner:
         self.prefill_attention = choose(config.prefill_attention, case)
         logger.info(self.prefill_attention.describe())
         self.prefix_blocks: PrefixBlocks | None = None
-        self.prefix_tier: PrefixFiles | None = None
+        self.disk_cache: PrefixFiles | None = None
         self.mover: PrefixMover | None = None
         if config.prefix_store is not None:
             size, pins = config.prefix_store.block_len, device.type == "cuda"
             self.prefix_blocks = PrefixBlocks(spec, config.prefix_blocks, size, config.prefix_snapshots, pins=pins)
-            self.prefix_tier = None if make_tier is None else make_tier(self.prefix_blocks)
+            self.disk_cache = None if make_disk_cache is None else make_disk_cache(self.prefix_blocks)
             self.mover = make_mover(self.prefix_blocks, config.pool_tokens, device)
         self._on_unit = on_unit
         self._writer = make_writer(self.cache, config)

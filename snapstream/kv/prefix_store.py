@@ -125,7 +125,7 @@ _NAME = re.compile(f"({_HEX}/)+{_HEX}({re.escape(SUFFIX)}|{re.escape(SNAPSHOT_SU
 
 
 class PrefixFiles:
-    """The ``PrefixTier`` of one runner; one thread reads, another writes."""
+    """The ``DiskCache`` of one runner; one thread reads, another writes."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class PrefixFiles:
             return sum(self._sizes.values())
 
     def names(self, namespace: str, chain: Sequence[bytes], *, of_snapshots: bool = False) -> tuple[str, ...]:
-        """See ``PrefixTier.names``."""
+        """See ``DiskCache.names``."""
         place, digest = self.place(namespace), self._root
         suffix = SNAPSHOT_SUFFIX if of_snapshots else SUFFIX
         names = []

@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from snapstream.distributed.control import WorkerRanks
     from snapstream.distributed.group import Group
     from snapstream.exec.eager import DecodeStep, MakeDecode
-    from snapstream.exec.runner import MakeTier, ModelRunner
+    from snapstream.exec.runner import MakeDiskCache, ModelRunner
     from snapstream.kernels.interface import Kernels
     from snapstream.models.checkpoint import LoadProgress
     from snapstream.models.decoder import Decoder
@@ -125,14 +125,14 @@ def build_runner(
         raise ValueError(f"this runner is made for one device, and tensor_parallel is {config.parallel.size}")
     _check_heads(folder, config)
     _check_vocabulary(folder, model, config.speculator)
-    with _disk_tier(folder, config, 0) as make_tier:
+    with _open_disk_cache(folder, config, 0) as make_disk_cache:
         decoder = _load(folder, model, config, progress, kernels, make_decode)
         runner = ModelRunner(
             decoder,
             config,
             grammars,
             make_decode=make_decode,
-            make_tier=make_tier,
+            make_disk_cache=make_disk_cache,
             on_unit=on_unit,
             progress=progress is True,
         )
@@ -255,9 +255,11 @@ def build_rank(
     """Load one rank's shard of the weights and make a runner of it, at the same time as all other ranks."""
     from snapstream.exec.runner import ModelRunner
 
-    with _disk_tier(folder, config, group.rank) as make_tier:
+    with _open_disk_cache(folder, config, group.rank) as make_disk_cache:
         decoder = _load(folder, model, config, progress, group=group)
-        return ModelRunner(decoder, config, grammars, make_tier=make_tier, on_unit=on_unit, progress=progress is True)
+        return ModelRunner(
+            decoder, config, grammars, make_disk_cache=make_disk_cache, on_unit=on_unit, progress=progress is True
+        )
 
 
 def _check_heads(folder: Path, config: EngineConfig) -> None:
@@ -270,7 +272,7 @@ def _check_heads(folder: Path, config: EngineConfig) -> None:
 
 
 @contextmanager
-def _disk_tier(folder: Path, config: EngineConfig, rank: int) -> Iterator[MakeTier | None]:
+def _open_disk_cache(folder: Path, config: EngineConfig, rank: int) -> Iterator[MakeDiskCache | None]:
     """Opens the folder of a rank's prefix store, before anything large is read; ValueError if it cannot be used. An
     error in the block closes it.
     """
@@ -644,7 +646,7 @@ def _serve(channel: ControlChannel, inbox: Inbox, folder: Path | None, store: St
     runner = build_rank(own, model, config, _grammars(own, model), False, group)
     runs = RankRunner(runner, group, checks=task.checks_ranks)
     channel.send(Ready())
-    files = runner.prefix_tier
+    files = runner.disk_cache
     while True:
         message = inbox.get()
         if isinstance(message, StepPlan):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from snapstream.config import EngineConfig
 from snapstream.engine.core import IDLE_ID
 from snapstream.kv.layout import ring_start
-from snapstream.step import JobSpec, KVConnector, PrefillEntry, PrefillResult, PrefixTier, StepPlan, StepResult
+from snapstream.step import DiskCache, JobSpec, KVConnector, PrefillEntry, PrefillResult, StepPlan, StepResult
 from snapstream.types import Compression, Logprob
 
 Draw = Callable[[PrefillEntry, int, int], int]  # entry, sample index, number of earlier tokens -> token
@@ -70,7 +70,7 @@ class FakeRunner:
     jobs: dict[int, OpenJob] = field(default_factory=dict)
     rows: dict[int, Resident] = field(default_factory=dict)
     job_ids: set[int] = field(default_factory=set)
-    prefix_tier: PrefixTier | None = None
+    disk_cache: DiskCache | None = None
     sending: dict[str, int] = field(default_factory=dict)  # rows by request; to be kept up to date by the test
     connector: KVConnector | None = None
 

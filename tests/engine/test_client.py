@@ -32,7 +32,7 @@ Place = tuple[int, int]  # line, and how often it was passed
 
 @dataclass(eq=False)
 class Disk:
-    """A tier whose threads come to what they were asked for when the test says so."""
+    """A disk cache whose threads come to what they were asked for when the test says so."""
 
     memory: dict[int, bytes]
     files: dict[str, bytes] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Device:
     counts: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prefix_tier = Disk(self.memory)
+        self.disk_cache = Disk(self.memory)
 
     def connect(self, connector: KVConnector) -> None:
         raise AssertionError
@@ -164,7 +164,7 @@ def make() -> tuple[Engine, Device]:
         prefix_store=PrefixStoreConfig(num_bytes=2**20, block_len=BLOCK_LEN, min_tokens=8), prefix_blocks=NUM_BLOCKS,
     )  # fmt: skip
     device = Device()
-    disk = device.prefix_tier
+    disk = device.disk_cache
     raw = b"".join(number.to_bytes(4, sys.byteorder) for number in STORED)
     chain = [raw[at : at + 16] for at in range(0, len(raw), 16)]
     disk.files.update(zip(disk.names("", chain), chain, strict=True))

@@ -339,7 +339,7 @@ class _Ending:
     def __init__(self, runner: FakeRunner, ends: dict[int, dict[int, str]]) -> None:
         self._runner, self._ends = runner, ends  # by step id
 
-    prefix_tier = None
+    disk_cache = None
 
     def is_ready(self, job_id: int) -> bool:
         return True

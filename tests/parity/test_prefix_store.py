@@ -536,7 +536,7 @@ def test_what_is_allocated_is_what_is_counted(folder: Path) -> None:
             LLM(folder, budget=64, prefix_store=wrong, progress=False)
 
 
-# The prefix store's disk tier: a restart finds yesterday's documents, and whatever is wrong with a file is a miss.
+# The prefix store's disk cache: a restart finds yesterday's documents, and whatever is wrong with a file is a miss.
 
 DOCUMENT = ids(80)
 

@@ -460,7 +460,7 @@ def test_a_read_from_the_disk_waits_for_steps_that_may_still_fill_its_blocks(see
 
     def with_disk(runner: FakeRunner) -> FakeRunner:
         disks.append(FakeDisk(runner))
-        runner.prefix_tier = disks[0]
+        runner.disk_cache = disks[0]
         return runner
 
     engine, runner = engine_of(store_config(12), around=with_disk)
