@@ -15,20 +15,6 @@ from typing import Protocol
 from snapstream.config import KVBudget, Selector
 from snapstream.types import Compression, Logprob, PrefixUse, Request, RowTicket, SamplingParams
 
-WORD = 2**64 - 1
-# SplitMix64 (Steele, Lea, Flood 2014): the increment, 2^64 / golden ratio, and the factors of the finalizer.
-GOLDEN = 0x9E3779B97F4A7C15
-FIRST = 0xBF58476D1CE4E5B9
-SECOND = 0x94D049BB133111EB
-
-
-def splitmix64(word: int) -> int:
-    """One step of SplitMix64: a bijection of 64-bit words in which an input bit flips half of the output bits."""
-    word = (word + GOLDEN) & WORD
-    word = ((word ^ (word >> 30)) * FIRST) & WORD
-    word = ((word ^ (word >> 27)) * SECOND) & WORD
-    return word ^ (word >> 31)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixMoves:
@@ -328,3 +314,19 @@ class Runner(Protocol):
     def close(self) -> None:
         """Stop other ranks; nothing may be submitted afterwards."""
         ...
+
+
+# Seeds of samples (engine) and the numbers drawn for a row (runner) are mixed in the same way.
+WORD = 2**64 - 1
+# SplitMix64 (Steele, Lea, Flood 2014): the increment, 2^64 / golden ratio, and the factors of the finalizer.
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+
+
+def splitmix64(word: int) -> int:
+    """One step of SplitMix64: a bijection of 64-bit words in which an input bit flips half of the output bits."""
+    word = (word + GOLDEN) & WORD
+    word = ((word ^ (word >> 30)) * FIRST) & WORD
+    word = ((word ^ (word >> 27)) * SECOND) & WORD
+    return word ^ (word >> 31)

@@ -17,29 +17,6 @@ from typing import Any, Literal, Self, get_args
 from snapstream.config import InvalidValue, KVBudget, Selector, as_count, as_number, as_token_ids, plain
 from snapstream.config.values import check_choice
 
-KEY_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowTicket:
-    """A reserved row of an engine, and the address that receives it. Plain data, also as JSON."""
-
-    host: str
-    port: int
-    key: str = field(repr=False)  # 16 random bytes as hex; a secret, so not logged
-    uses_tls: bool = False
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.host, str) or not 1 <= len(self.host) <= 255:
-            raise ValueError(f"the host of a ticket is {self.host!r}; it must be a name or an address")
-        if not isinstance(self.port, int) or not 1 <= self.port <= 65535:
-            raise ValueError(f"the port of a ticket is {self.port!r}; it must be a number from 1 to 65535")
-        if not isinstance(self.key, str) or not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", self.key):
-            raise ValueError(f"the key of a ticket must be {KEY_BYTES} bytes in hexadecimal")
-        if not isinstance(self.uses_tls, bool):
-            raise ValueError(f"uses_tls of a ticket is {self.uses_tls!r}; it must be true or false")
-
-
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 32
 MAX_END_TOKEN_IDS = 16  # of a checkpoint
@@ -459,6 +436,29 @@ class RequestOutput:
     def finish_reason(self) -> FinishReason | None:
         """Why the first sample ended; None while it runs."""
         return self.samples[0].finish_reason
+
+
+KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTicket:
+    """A reserved row of an engine, and the address that receives it. Plain data, also as JSON."""
+
+    host: str
+    port: int
+    key: str = field(repr=False)  # 16 random bytes as hex; a secret, so not logged
+    uses_tls: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.host, str) or not 1 <= len(self.host) <= 255:
+            raise ValueError(f"the host of a ticket is {self.host!r}; it must be a name or an address")
+        if not isinstance(self.port, int) or not 1 <= self.port <= 65535:
+            raise ValueError(f"the port of a ticket is {self.port!r}; it must be a number from 1 to 65535")
+        if not isinstance(self.key, str) or not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", self.key):
+            raise ValueError(f"the key of a ticket must be {KEY_BYTES} bytes in hexadecimal")
+        if not isinstance(self.uses_tls, bool):
+            raise ValueError(f"uses_tls of a ticket is {self.uses_tls!r}; it must be true or false")
 
 
 MAX_PRIORITY = 100
