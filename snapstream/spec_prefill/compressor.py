@@ -6,11 +6,11 @@
 Nothing here needs the engine: the result is text for any model behind any API, made of verbatim pieces of its source;
 messages that are passed in are never changed. ``protection.py`` says what may be dropped, ``draft.py`` scores tokens.
 
-Scores of chunks are cached by a hash of the text, its surroundings, the draft and every setting; the least recently
-used entry goes first. Threads may share a compressor: one text is scored at a time. Chunks of one text compete by
-score, ties going to the earlier. Texts that were scored separately cannot be compared by score, so a ceiling takes from
-every text in the same proportion, by a chunk's rank over the number of chunks. Invariant: a choice that ``count`` finds
-above the ceiling is never returned.
+Scores of chunks are cached by a hash of the text and its surroundings; the least recently used entry goes first.
+Threads may share a compressor: one text is scored at a time. Chunks of one text compete by score, ties going to the
+earlier. Texts that were scored separately cannot be compared by score, so a ceiling takes from every text in the same
+proportion, by a chunk's rank over the number of chunks. Invariant: a choice that ``count`` finds above the ceiling is
+never returned.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Scorer:
 
     def score(self, candidate: Candidate) -> ScoredText:
         """Scores of a text's chunks; ``num_passages`` 0 and ``draft_ms`` 0 if they were cached."""
-        key = self.key(candidate)
+        key = self._key(candidate)
         with self._lock:
             found = self._cache.get(key)
             if found is None:
@@ -154,17 +154,11 @@ class Scorer:
             cutter=cutter,
         )
 
-    def key(self, candidate: Candidate) -> bytes:
-        """A digest of all that the scores depend on: 32 bytes."""
-        parts = (
-            self._draft.digest, repr(self._scoring), repr(self._chunks), str(candidate.as_chat),
-            str(candidate.start), str(candidate.end), candidate.text, candidate.after,
-        )  # fmt: skip
-        digest = hashlib.sha256()
-        for part in parts:
-            data = part.encode("utf-8", "surrogatepass")
-            digest.update(len(data).to_bytes(8, "little") + data)
-        return digest.digest()
+    @staticmethod
+    def _key(candidate: Candidate) -> bytes:
+        """A digest of what the scores of a text depend on, besides the draft and the settings."""
+        parts = candidate.text, candidate.start, candidate.end, candidate.after, candidate.as_chat
+        return hashlib.sha256(repr(parts).encode()).digest()
 
 
 Choice = list[set[int]]  # per text: indices of the chunks that stay

@@ -16,7 +16,6 @@ Greedy tokens make scores deterministic: the same draft, text and settings give 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,7 +40,6 @@ from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.chat_template import render_chat
-from snapstream.models.config_json import weight_files
 from snapstream.models.decoder import Decoder
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.hub import local_folder
@@ -299,15 +297,15 @@ class ReadText:
 
 
 class Draft:
-    """A loaded draft. ``digest`` names it in caches: it changes when the checkpoint does."""
+    """A loaded draft."""
 
-    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase, digest: str) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
                 f"{type(tokenizer).__name__} is a slow tokenizer, which gives no character offsets; "
                 "a draft needs a tokenizer.json"
             )
-        self.decoder, self.tokenizer, self.digest = decoder, tokenizer, digest
+        self.decoder, self.tokenizer = decoder, tokenizer
 
     @classmethod
     def load(cls, folder: str | Path, *, dtype: DType = "float32", device: str = "cpu", progress: bool = False) -> Self:
@@ -328,7 +326,7 @@ class Draft:
         looped = step_config(config, KVBudget.full(config.max_position), 1, dtype=dtype, device=device)
         make = make_matrix if looped is None or library_problem() else panels_for(looped)
         decoder = Decoder.load(folder, config, dtype, device, progress=progress, make=make)
-        return cls(decoder, tokenizer, f"{_digest_of(folder)}/{dtype}")
+        return cls(decoder, tokenizer)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text on its own, without special ones."""
@@ -427,15 +425,3 @@ def _place_of(words: str, rendered: str) -> int | None:
     if found < 0 or not words.strip():
         return None
     return found - (len(words) - len(words.lstrip()))
-
-
-def _digest_of(folder: Path) -> str:
-    """Hash of the settings and the tokenizer, and of each weight file its name, size and first bytes."""
-    digest = hashlib.sha256()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (folder / name).is_file():
-            digest.update(name.encode() + (folder / name).read_bytes())
-    for file in weight_files(folder):
-        with file.open("rb") as stream:
-            digest.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode() + stream.read(2**16))
-    return digest.hexdigest()[:16]

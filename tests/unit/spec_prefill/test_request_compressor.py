@@ -53,7 +53,7 @@ messages_of_any_kind = st.lists(
 
 @pytest.fixture(scope="module")
 def drafts(draft: Draft) -> dict[str, Draft]:
-    return {"words": draft, "bytes": Draft(draft.decoder, byte_tokenizer(), "bytes")}
+    return {"words": draft, "bytes": Draft(draft.decoder, byte_tokenizer())}
 
 
 def texts_of(message: dict[str, Any]) -> list[str]:
