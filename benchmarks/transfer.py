@@ -113,7 +113,7 @@ class Answering:
 
     def first_token_s(self, request: Request, other: Connection) -> float:
         """Seconds from asking to the first token."""
-        engine = self._llm.engine
+        engine, config = self._llm.engine, self._llm.config
         began = perf_counter()
         output = engine.add_request(replace(request, is_prefilled_remotely=True))
         while not output.is_finished:
@@ -122,7 +122,7 @@ class Answering:
                 engine.step()
             for notice in engine.take_notices():
                 assert isinstance(notice, TicketIssued), notice
-                other.send(Submit(prefill_request(request, notice.ticket)))
+                other.send(Submit(prefill_request(request, notice.ticket, config.budget, config.selector)))
             if not engine.has_work and not output.is_finished:
                 self._news.wait()
         taken = perf_counter() - began

@@ -25,7 +25,7 @@ import os
 import ssl
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
@@ -220,10 +220,15 @@ def _mac(secret: bytes, path: str, digest: str) -> str:
     return mac(secret, b"http", f"{path}\0{digest}".encode()).hex()
 
 
-def prefill_request(request: Request, ticket: RowTicket) -> Request:
-    """The request for a prefill engine, which sends the row to ``ticket``."""
+def prefill_request(request: Request, ticket: RowTicket, budget: KVBudget, selector: Selector) -> Request:
+    """The request for a prefill engine, which sends the row to ``ticket``.
+
+    ``budget``, ``selector``: this engine's, if the request names none; those of the other may differ. Its id follows
+    from the ticket, because ids of several decode engines may be equal; it is not the ticket's key, which no log may
+    show.
+    """
     return Request(
-        request_id=request.request_id,
+        request_id=f"prefill-{sha256(ticket.key.encode()).hexdigest()[:32]}",
         prompt_token_ids=request.prompt_token_ids,
         sampling=SamplingParams(
             max_tokens=1,
@@ -231,31 +236,21 @@ def prefill_request(request: Request, ticket: RowTicket) -> Request:
             prompt_logprobs=request.sampling.prompt_logprobs,
             return_kept=request.sampling.return_kept,
         ),
-        budget=request.budget,
-        selector=request.selector,
+        budget=request.budget or budget,
+        selector=request.selector or selector,
         priority=request.priority,
         namespace=request.namespace,
         ticket=ticket,
     )
 
 
-def prefill_request_id(ticket: RowTicket) -> str:
-    """The request's id at the prefill engine: ids of several decode engines may be equal, those of tickets are not.
-
-    It is not the ticket's key itself, which no log may show.
-    """
-    return f"prefill-{sha256(ticket.key.encode()).hexdigest()[:32]}"
-
-
-def request_to_bytes(request: Request, budget: KVBudget, selector: Selector) -> bytes:
-    """A request made by ``prefill_request``; ``budget`` and ``selector``: the engine's, if the request names none.
-
-    ValueError for a selector that other processes do not know.
-    """
-    selector = request.selector or selector
+def request_to_bytes(request: Request) -> bytes:
+    """A request made by ``prefill_request``. ValueError for a selector that other processes do not know."""
+    selector = request.selector
+    assert selector is not None
     if selector.name not in SELECTORS or type(selector) is not SELECTORS.get(selector.name):
         raise ValueError(f"selector {selector.name!r} is not in SELECTORS, so it cannot be sent to another engine")
-    return pack(replace(request, budget=request.budget or budget, selector=selector))
+    return pack(request)
 
 
 def request_from_bytes(data: bytes | bytearray) -> Request:
@@ -263,4 +258,4 @@ def request_from_bytes(data: bytes | bytearray) -> Request:
     request = unpack_one(data, Request)
     if request.ticket is None or request.budget is None or request.selector is None:
         raise WireError("the request must have a ticket, a budget and a selector")
-    return prefill_request(request, request.ticket)
+    return prefill_request(request, request.ticket, request.budget, request.selector)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Response
@@ -18,7 +17,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 
 from snapstream.config.values import imported
-from snapstream.disaggregation.protocol import HEADER, digest_of, has_digest, prefill_request_id, request_from_bytes
+from snapstream.disaggregation.protocol import HEADER, digest_of, has_digest, request_from_bytes
 from snapstream.server.apis import APIS
 from snapstream.server.engine.api import AsyncEngine, ModelMetadata
 from snapstream.server.engine.remote_prefill import CHECK_PATH, PREFILL_PATH, compatibility_info, transfer_error
@@ -142,12 +141,10 @@ def peer_routes(state: ServerState) -> APIRouter:
 
     async def send_row(request: Request) -> Response:
         nonlocal num_queued
-        assert request.ticket is not None
-        own = replace(request, request_id=prefill_request_id(request.ticket))
         num_tokens = len(request.prompt_token_ids)
         num_queued += num_tokens
         try:
-            problem = await transfer_error(state.engine.generate(own))
+            problem = await transfer_error(state.engine.generate(request))
         finally:
             num_queued -= num_tokens
         if problem:

@@ -12,7 +12,6 @@ from typing import Any
 from snapstream.disaggregation.protocol import (
     TransferSettings,
     prefill_request,
-    prefill_request_id,
     request_from_bytes,
     request_to_bytes,
 )
@@ -52,9 +51,9 @@ class Pair:
         return outputs
 
     def ask(self, notice: TicketIssued) -> None:
-        config, request = self.answerer.config, prefill_request(self.requests[notice.request_id], notice.ticket)
-        data = request_to_bytes(request, config.budget, config.selector)
-        self.reader.engine.add_request(replace(request_from_bytes(data), request_id=prefill_request_id(notice.ticket)))
+        config, request = self.answerer.config, self.requests[notice.request_id]
+        data = request_to_bytes(prefill_request(request, notice.ticket, config.budget, config.selector))
+        self.reader.engine.add_request(request_from_bytes(data))
 
     def run(self, requests: Sequence[Request], num_lost: int = 0) -> list[RequestOutput]:
         """The answers, in their order; every row is free again afterwards."""

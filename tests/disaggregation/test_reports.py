@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from snapstream.config import KVBudget, make_selector
+from snapstream.config import KVBudget
 from snapstream.disaggregation.connector import max_report_bytes, report_from_bytes
 from snapstream.disaggregation.protocol import prefill_request, request_from_bytes, request_to_bytes
 from snapstream.kv.selectors.snapkv import SnapKV
@@ -85,13 +85,15 @@ def test_no_report_is_longer_than_its_request_allows(sampling: dict[str, Any]) -
 
 
 def test_a_request_is_asked_without_what_concerns_its_tokens() -> None:
-    asked = prefill_request(REQUEST, TICKET)
-    data = request_to_bytes(asked, BUDGET, make_selector())
-    assert request_from_bytes(data) == replace(asked, budget=BUDGET, selector=SnapKV())
+    asked = prefill_request(REQUEST, TICKET, BUDGET, SnapKV())
+    data = request_to_bytes(asked)
+    assert request_from_bytes(data) == asked and (asked.budget, asked.selector) == (BUDGET, SnapKV())
     assert asked.sampling == SamplingParams(max_tokens=1, temperature=0.0, return_kept=True)
     assert b"the text" not in data and b"regex" not in data
-    own = replace(asked, selector=SnapKV(observation_len=7), budget=KVBudget.full(8))
-    assert request_from_bytes(request_to_bytes(own, BUDGET, make_selector())) == own
+    named = replace(REQUEST, selector=SnapKV(observation_len=7), budget=KVBudget.full(8))
+    own = prefill_request(named, TICKET, BUDGET, SnapKV())
+    assert (own.budget, own.selector) == (named.budget, named.selector) and own.request_id == asked.request_id
+    assert TICKET.key not in asked.request_id and request_from_bytes(request_to_bytes(own)) == own
 
 
 def test_a_selector_that_only_this_process_knows_is_refused() -> None:
@@ -100,7 +102,7 @@ def test_a_selector_that_only_this_process_knows_is_refused() -> None:
         name = "own"
 
     with pytest.raises(ValueError, match="'own' is not in SELECTORS"):
-        request_to_bytes(prefill_request(REQUEST, TICKET), BUDGET, Own())
+        request_to_bytes(prefill_request(REQUEST, TICKET, BUDGET, Own()))
 
 
 _json = st.recursive(
@@ -108,7 +110,7 @@ _json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-ASKED = request_to_bytes(prefill_request(REQUEST, TICKET), BUDGET, make_selector())
+ASKED = request_to_bytes(prefill_request(REQUEST, TICKET, BUDGET, SnapKV()))
 BARE = pack(PrefillReport(compression=COMPRESSION, prefix=PrefixUse()))
 
 
@@ -141,7 +143,7 @@ def test_a_request_without_what_the_row_needs_is_refused(name: str) -> None:
 
 
 def test_of_sampling_only_what_concerns_the_prompt_is_read() -> None:
-    asked = replace(prefill_request(REQUEST, TICKET), budget=BUDGET, selector=SnapKV())
+    asked = prefill_request(REQUEST, TICKET, BUDGET, SnapKV())
     assert request_from_bytes(pack(replace(asked, sampling=REQUEST.sampling))) == asked
 
 

@@ -36,7 +36,7 @@ from typing import Any, Literal, Protocol
 from uuid import uuid4
 
 from snapstream.config import EngineConfig
-from snapstream.disaggregation.protocol import prefill_request, prefill_request_id
+from snapstream.disaggregation.protocol import prefill_request
 from snapstream.engine.prefix_cache import chain_of
 from snapstream.engine.worker import Deltas, add_totals, without_gauges
 from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats, RequestDelta
@@ -583,12 +583,7 @@ class ReplicaPrefill:
     async def prefill(self, name: str, request: Request, ticket: RowTicket) -> None:
         """Returns when the row has gone to ``ticket``. PrefillFailed if it could not."""
         config = self._config()
-        asked = replace(
-            prefill_request(request, ticket),
-            request_id=prefill_request_id(ticket),
-            budget=request.budget or config.budget,  # its own may differ, on a machine of another size
-            selector=request.selector or config.selector,
-        )
+        asked = prefill_request(request, ticket, config.budget, config.selector)
         claim = self._registry.claim(len(request.prompt_token_ids))
         try:
             await self._until_ready()

@@ -254,7 +254,7 @@ class PrefillServers:
 
     async def prefill(self, name: str, request: Request, ticket: RowTicket) -> None:
         server, config = self._servers[name], self._metadata().engine
-        body = request_to_bytes(prefill_request(request, ticket), config.budget, config.selector)
+        body = request_to_bytes(prefill_request(request, ticket, config.budget, config.selector))
         num_tokens = len(request.prompt_token_ids)
         server.own_tokens += num_tokens
         try:
