@@ -34,14 +34,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from snapstream.kv.prefix_folder import MARKER, PrefixFolder
-from snapstream.kv.spec import Full, KVSpec, Latent
+from snapstream.kv.spec import STATE_BYTES, Full, KVSpec, Latent
 from snapstream.step import StoredBlock
 from snapstream.types import NAMESPACE_SEPARATOR
 
 log = logging.getLogger(__name__)
 
 SLAB_BYTES = 256 * 2**20
-STATE_BYTES = 4  # of a number of a state: fp32
 
 
 class PrefixBlocks:

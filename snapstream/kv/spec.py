@@ -25,7 +25,7 @@ from snapstream.config import (
 )
 from snapstream.config.values import check
 
-SCALE_BYTES = 4  # fp32
+SCALE_BYTES = STATE_BYTES = 4  # of a scale, and of a number of a recurrent state: fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class KVSpec:
 
     def layer_state_bytes(self, layer: int) -> int:
         """Bytes of the state of a row in a layer."""
-        return 4 * sum(prod(shape) for _, shape in self.state_shapes(layer))
+        return STATE_BYTES * sum(prod(shape) for _, shape in self.state_shapes(layer))
 
     @property
     def state_bytes(self) -> int:
@@ -298,9 +298,8 @@ class KVSpec:
         """How rows store K and V."""
         return row_formats(self.dtype, self.kv_dtype)
 
-    def slot_bytes(self, layer: Full | None = None) -> int:
-        """Bytes of one token in one layer of a row, by default the first with slots, including per-slot scales."""
-        layer = layer or self._slot_layers[0]
+    def slot_bytes(self, layer: Full) -> int:
+        """Bytes of one token in one layer of a row, including per-slot scales."""
         sizes = layer.key_size, layer.token_size - layer.key_size
         numbers = (form.num_bytes(size) for form, size in zip(self.formats, sizes, strict=True))
         return sum(numbers) + self._scales_bytes("slot", layer.num_kv_heads)

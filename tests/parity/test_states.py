@@ -200,7 +200,7 @@ def test_rows_cut_the_attention_layers_alone(folder: Path) -> None:
     assert [type(layer) is State for layer in spec.layers] == [True, False, True, False, True]
     state = 4 * 2 * model.hidden_size  # two inputs of each channel
     assert spec.state_bytes == 3 * state
-    assert spec.row_bytes(32) == 2 * 32 * spec.slot_bytes() + 3 * state
+    assert spec.row_bytes(32) == 2 * 32 * spec.slot_bytes(spec.slots_of(spec.slot_layer_indices[0])) + 3 * state
     with LLM(folder, budget=48, max_rows=2, **SETTINGS) as llm:
         assert "recurrent states: 3 of 5 layers keep a state" in "\n".join(llm.notes)
         out = llm.generate(prompts(100), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))[0]
