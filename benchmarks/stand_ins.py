@@ -110,7 +110,7 @@ def occupy(runner: ModelRunner, rows: Sequence[int], num_tokens: int, sampling: 
     runner.rows.admit(upload(rows, torch.int64, device), upload([counters] * len(rows), torch.int64, device))
     if runner.cache.heads is not None:
         runner.cache.heads.admit(rows, runner.config.budget, num_tokens)
-    runner.first.params.update((row, sampling) for row in rows)
+    runner.first_tokens.params.update((row, sampling) for row in rows)
 
 
 def _bound(role: str, num_in: int, num_layers: int) -> float:

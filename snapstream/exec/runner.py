@@ -183,7 +183,7 @@ class ModelRunner:
             decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config
         )
         self._grammars = RowGrammars(grammars, self.sampling)
-        self.first = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
+        self.first_tokens = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
         self._batches = DecodeBatches(device)
         self._parts = RowParts(self.cache, decoder)
         self._connector: KVConnector | None = None
@@ -197,7 +197,7 @@ class ModelRunner:
         """Make and warm up another decode step over the same rows, to compare executors."""
         self.decode = make_decode(self.step_parts)
         self.decode.warm_up(progress)
-        self.first.use_decode(self.decode)
+        self.first_tokens.use_decode(self.decode)
         self.speculation = None
         if self.config.num_speculative_tokens and isinstance(self.decode, Verifier):
             most = self.config.num_speculative_tokens
@@ -257,7 +257,7 @@ class ModelRunner:
                 self._finish_job(job, step)
                 del self.jobs[units.job_id]
         if plan.decode_rows:
-            batch = self._batches.of(plan.decode_rows, self.first.params)
+            batch = self._batches.of(plan.decode_rows, self.first_tokens.params)
             self._decode(plan, batch, step)
         return step
 
@@ -267,7 +267,7 @@ class ModelRunner:
         if self.speculation is None or not plan.decode_rows:
             return None
         self._grammars.catch_up()
-        batch = self._batches.of(plan.decode_rows, self.first.params)
+        batch = self._batches.of(plan.decode_rows, self.first_tokens.params)
         return self.speculation.propose(plan.decode_rows, batch.rows)
 
     def _decode(self, plan: StepPlan, batch: Batch, step: SubmittedStep) -> None:
@@ -321,7 +321,7 @@ class ModelRunner:
 
     def _draw(self, prompts: Sequence[Finished], hidden: Tensor, step: SubmittedStep) -> None:
         """First tokens of prompts, from the hidden states ``[P, D]`` of their last tokens."""
-        self.first.draw(prompts, hidden, step)
+        self.first_tokens.draw(prompts, hidden, step)
         if self.speculation is not None:
             for prompt in prompts:
                 self.speculation.admit(prompt.entry)

@@ -145,7 +145,7 @@ class _Row:
         """So many of the draft model's tokens are right. The first ones say more than the prior."""
         share = max(1.0 - _DECAY, 1.0 / (self.num_verified + 2))
         self.num_verified += 1
-        for is_right in (*[1.0] * accepted, *[0.0] * (accepted < drafted)):
+        for is_right in _outcomes(accepted, drafted):
             self.model_rate += share * (is_right - self.model_rate)
 
     def rest(self) -> None:
@@ -419,6 +419,11 @@ class Speculation:
         return SlotBackup(self.parts, batch)
 
 
+def _outcomes(accepted: int, drafted: int) -> list[float]:
+    """Of the drafted tokens that were compared: 1 for each accepted one, 0 for the first that was not."""
+    return [1.0] * accepted + [0.0] * (accepted < drafted)
+
+
 def _wait(row: _Row, count: int) -> None:
     """The draft model is asked for ``count`` tokens of a row; after none it is not asked for ever longer."""
     row.num_asked = row.num_asked + 1 if count else 0
@@ -444,7 +449,7 @@ def _learn(row: _Row, draft: Sequence[int], count: int, *, num_asked: int) -> No
     accepted, num_found = accepted - row.num_forced, len(draft) - row.num_forced
     if accepted < 0 or num_found <= 0:
         return  # nothing that was looked up was verified
-    for is_right in (*[1.0] * accepted, *[0.0] * (accepted < num_found)):
+    for is_right in _outcomes(accepted, num_found):
         row.rate = _DECAY * row.rate + (1.0 - _DECAY) * is_right
     if accepted:
         row.num_missed = 0
