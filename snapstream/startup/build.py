@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -419,15 +419,16 @@ def build_ranks(
                 group = Ranks.join(0, config.parallel.size, rendezvous, config.device, JOIN_S, store)
             group.set_timeout(LOAD_S)  # a rank may load longer than it takes to join
             workers.when_lost(group.abandon)
-            try:
+            with ExitStack() as undo:
+                undo.callback(group.close)
                 runner = build_rank(folder, model, config, grammars, progress, group, on_unit)
+                if runner.disk_cache is not None:
+                    undo.callback(runner.disk_cache.close)
                 load_draft_model(runner, progress)
                 workers.wait("ready", LOAD_S)  # until then they may look for the rendezvous
                 if stall_timeout_s:  # where a rank of another machine was stopped, which cannot be killed from here
                     group.set_timeout(2 * stall_timeout_s)
-            except BaseException:
-                group.close()
-                raise
+                undo.pop_all()
     except BaseException as error:
         torch.set_num_threads(before)
         try:

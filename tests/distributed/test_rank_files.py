@@ -15,7 +15,7 @@ import pytest
 
 from snapstream import LLM, KVBudget, SamplingParams
 from snapstream.config import ParallelConfig, PrefixStoreConfig
-from snapstream.distributed.control import BlocksDone, ForgetBlocks, RankLost, ReadBlocks, WriteBlock
+from snapstream.distributed.control import BlocksDone, ForgetBlocks, RankLost, ReadBlocks, WorkerRanks, WriteBlock
 from snapstream.exec.parallel import RankFiles, answer
 from snapstream.kv.prefix_folder import PrefixFolder, rank_part
 from snapstream.kv.prefix_store import PrefixBlocks, PrefixFiles
@@ -101,6 +101,21 @@ def test_a_folder_belongs_to_one_engine(tmp_path: Path) -> None:
     with PrefixOpen(tmp_path), pytest.raises(ValueError, match="is in use by another engine"):
         PrefixFolder(tmp_path, parts[0].part)
     PrefixFolder(tmp_path, parts[1].part).close()
+
+
+def test_a_start_that_fails_on_a_rank_leaves_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = WorkerRanks.wait
+
+    def until_ready(workers: WorkerRanks, state: Any, timeout_s: float) -> None:
+        if state == "ready":
+            raise RankLost("rank 1 is lost")
+        wait(workers, state, timeout_s)
+
+    monkeypatch.setattr(WorkerRanks, "wait", until_ready)
+    model, store = write_checkpoint(tmp_path / "model"), tmp_path / "store"
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        LLM(model, **SETTINGS, prefix_dir=str(store), tensor_parallel=2)
+    PrefixFolder(store).close()  # of one device, which wants all of it
 
 
 class PrefixOpen(PrefixFolder):
