@@ -69,9 +69,9 @@ _add(checkpoints.calibrate, checkpoints.CALIBRATE_HELP, "Measure which kv heads 
 _add(demo, None, "Watch a small model answer from a fraction of its cache.")
 
 
-def _fail(message: str, code: int = 2) -> int:
+def _fail(message: str) -> int:
     print("error:", " ".join(message.split()), file=sys.stderr)
-    return code
+    return 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ DECODE_TOKENS = 96  # of the speed run: long enough to time, short enough to wai
 STRIP_COLUMNS = 72
 STRIP_LINES = 4
 SHADES = " ░▒▓█"
+SEED = 1  # of the documents
 FAMILIES = ("multi_number", "multi_words", "kv")  # one document each
 
 
@@ -51,7 +52,7 @@ class Arm:
         return sum(case.question.is_answered_by(output.text) for output, case in pairs)
 
 
-def make_cases(llm: LLM, num_tokens: int, num_questions: int, seed: int) -> list[Case]:
+def make_cases(llm: LLM, num_tokens: int, num_questions: int) -> list[Case]:
     """Questions about documents of ``num_tokens`` tokens, families in turn."""
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "the shipped model has a tokenizer"
@@ -59,7 +60,7 @@ def make_cases(llm: LLM, num_tokens: int, num_questions: int, seed: int) -> list
     for index, family in enumerate(FAMILIES):
         document = make_document(
             family=family,
-            seed=seed,
+            seed=SEED,
             count_tokens=lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]),
             target_tokens=num_tokens - 48,  # template and question
             num_questions=len(range(index, num_questions, len(FAMILIES))),
@@ -165,15 +166,13 @@ def fact_tokens(case: Case, llm: LLM) -> range:
     return range(prefix + before, prefix + before + fact)
 
 
-def run_demo(
-    num_tokens: int = 4096, num_questions: int = 6, seed: int = 1, console: Console | None = None
-) -> list[Arm]:
+def run_demo(num_tokens: int = 4096, num_questions: int = 6) -> list[Arm]:
     """Print the comparison; returns the arms, so that a test can look at them."""
-    console = console or Console()
+    console = Console()
     began = perf_counter()
     max_model_len = num_tokens + 32 + DECODE_TOKENS
     with LLM(TINY_MODEL, budget="full", max_rows=1, max_model_len=max_model_len, progress=False) as llm:
-        cases = make_cases(llm, num_tokens, num_questions, seed)
+        cases = make_cases(llm, num_tokens, num_questions)
         marked = fact_tokens(cases[0], llm)
     longest = max(len(case.token_ids) for case in cases)
     console.print(f"{len(FAMILIES)} generated documents of about {longest:,} tokens; no network, no GPU.\n")

@@ -73,7 +73,6 @@ class KVSender:
         *,
         context: ssl.SSLContext | None = None,
         deadline_s: float = DEADLINE_S,
-        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         """``done`` is called on another thread. ``context``: of TLS, made from the settings unless given.
 
@@ -82,7 +81,7 @@ class KVSender:
         if not ticket.uses_tls and not is_loopback(ticket.host):
             raise ValueError(f"the ticket names another machine, {ticket.host}, and no TLS; rows hold prompts")
         self._ticket, self._header, self._settings, self._done = ticket, header, settings, done
-        self._deadline_s, self._heartbeat_s, self._context = deadline_s, heartbeat_s, context
+        self._deadline_s, self._context = deadline_s, context
         self._numbers = count()  # of parts
         self._frames: deque[tuple[Kind, int, ReadBody]] = deque()
         self._is_cancelled = False
@@ -169,11 +168,11 @@ class KVSender:
                 return
 
     def _wait(self, connection: Connection) -> bool:
-        """Wait for a frame, or for the receiver to speak or leave; False after ``heartbeat_s``."""
+        """Wait for a frame, or for the receiver to speak or leave; False after ``HEARTBEAT_S``."""
         poll = select.poll()
         poll.register(self._wake_r, select.POLLIN)
         poll.register(connection.sock, select.POLLIN)
-        events = poll.poll(self._heartbeat_s * 1e3)
+        events = poll.poll(HEARTBEAT_S * 1e3)
         if any(fd == self._wake_r.fileno() for fd, _ in events):
             self._wake_r.recv(4096)
         return bool(events)
@@ -424,13 +423,10 @@ class TcpConnector:
         sizes: RowSizes,
         fingerprint: Mapping[str, str],
         wake: Callable[[], None] = lambda: None,
-        *,
-        deadline_s: float = DEADLINE_S,
     ) -> None:
-        """ValueError if it cannot listen at the address. ``deadline_s``: without a byte, on either side."""
+        """ValueError if it cannot listen at the address."""
         self._settings, self._sizes, self._wake = settings, sizes, wake
         self.fingerprint = fingerprint  # properties of the engine that both sides must share
-        self._deadline_s = deadline_s
         self._context: ssl.SSLContext | None = None  # of senders; made once, because reading the authorities is slow
         self._lock = threading.Lock()  # of the four below
         self._events: deque[KVReceived | KVTransferFailed | KVSent] = deque()
@@ -439,7 +435,7 @@ class TcpConnector:
         self._senders: dict[str, KVSender] = {}
         self._receiver: KVReceiver | None = None
         if settings.host is not None:
-            self._receiver = KVReceiver(settings, self._take, deadline_s=deadline_s)
+            self._receiver = KVReceiver(settings, self._take)
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -489,7 +485,7 @@ class TcpConnector:
                 self._context = self._settings.client_context()
             with self._lock:  # a sender that fails at once waits until it is registered
                 self._senders[request.request_id] = KVSender(
-                    request.ticket, header, self._settings, done, context=self._context, deadline_s=self._deadline_s
+                    request.ticket, header, self._settings, done, context=self._context
                 )
         except (OSError, RuntimeError) as error:  # descriptors, threads
             raise ValueError(f"this engine cannot send another row now: {error}") from None

@@ -119,11 +119,11 @@ def device_memory(device: str) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
-READ_BYTES = 2**29
+READ_BYTES, READ_REPEATS = 2**29, 5
 
 
-def read_bandwidth(device: str = "cpu", repeats: int = 5) -> float:
-    """Bytes per second at which all threads, or the GPU, read 512 MiB once (a sum): the best of ``repeats``."""
+def read_bandwidth(device: str = "cpu") -> float:
+    """Bytes per second at which all threads, or the GPU, read 512 MiB once (a sum): the best of ``READ_REPEATS``."""
     import torch
 
     from snapstream.kernels import memory
@@ -132,7 +132,7 @@ def read_bandwidth(device: str = "cpu", repeats: int = 5) -> float:
     data = torch.ones(READ_BYTES // 4, device=device) if is_gpu else memory.zeros((READ_BYTES // 4,), torch.float32)
     data.fill_(1.0)  # touches every page
     times: list[float] = []
-    for _ in range(repeats + 1):
+    for _ in range(READ_REPEATS + 1):
         began = perf_counter()
         data.sum()
         if is_gpu:
