@@ -310,7 +310,7 @@ class Connection:
         if not hmac.compare_digest(self.answer(Kind.ACCEPTED), mac(secret, purpose + b" listening", proof)):
             raise WireError("the listening side does not know the shared secret")
 
-    def greet(self, secret: bytes, purpose: bytes, ticket_bytes: int = 0) -> tuple[bytes, bytes]:
+    def greet(self, secret: bytes, purpose: bytes, ticket_bytes: int) -> tuple[bytes, bytes]:
         """The listening side's half: the peer's ticket, and the proof to send as ACCEPTED. WireError for a peer that
         does not know the secret."""
         nonce = os.urandom(NONCE_BYTES)

@@ -210,7 +210,7 @@ class Job:
 class Admission:
     """Turns waiting requests into jobs."""
 
-    def __init__(self, config: EngineConfig, *, num_layers: int, disk_cache: DiskCache | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, num_layers: int, disk_cache: DiskCache | None) -> None:
         self._config = config
         self._num_layers = num_layers
         self._job_ids = count()

@@ -452,7 +452,7 @@ class _Held:
 class PrefixLookup:
     """The prefix store of one engine; its methods do nothing for prompts that are not looked up."""
 
-    def __init__(self, store: PrefixStoreConfig, config: EngineConfig, disk_cache: DiskCache | None = None) -> None:
+    def __init__(self, store: PrefixStoreConfig, config: EngineConfig, disk_cache: DiskCache | None) -> None:
         self._block_len, self._longest = store.block_len, config.prefix_max_len or config.max_model_len
         self._min_tokens = store.min_tokens
         self._min_blocks = -(-store.min_tokens // store.block_len)  # that a hit has

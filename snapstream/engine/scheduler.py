@@ -51,7 +51,7 @@ IDLE_PASSES = 4
 class Scheduler:
     """Owns every request from arrival until its last token is planned."""
 
-    def __init__(self, config: EngineConfig, *, num_layers: int, disk_cache: DiskCache | None = None) -> None:
+    def __init__(self, config: EngineConfig, *, num_layers: int, disk_cache: DiskCache | None) -> None:
         self.admission = Admission(config, num_layers=num_layers, disk_cache=disk_cache)
         self._chunking, self._num_layers = config.chunking, num_layers
         self._quantum = config.chunking.prefill_quantum or num_layers
@@ -122,7 +122,7 @@ class Scheduler:
         for sample in live.samples:
             self.release(sample)
 
-    def plan(self, is_ready: Callable[[int], bool] = lambda job_id: True) -> PlannedStep:
+    def plan(self, is_ready: Callable[[int], bool]) -> PlannedStep:
         """The next step. It may be empty; then it must not be submitted. ``is_ready`` is the runner's."""
         if self._batch is None:
             rows = tuple(sorted(self._decoding))

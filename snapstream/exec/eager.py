@@ -127,7 +127,7 @@ MakeDecode = Callable[[StepParts], DecodeStep]
 class RowsForward:
     """The forward pass of decode, from row indices to logits; a draft uses it too."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, queries: RecentQueries | None = None) -> None:
+    def __init__(self, decoder: Decoder, cache: KVCache, rows: Rows, queries: RecentQueries | None) -> None:
         self._decoder, self._cache, self._rows, self._queries = decoder, cache, rows, queries
 
     def logits(self, rows: Tensor) -> Tensor:

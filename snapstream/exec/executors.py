@@ -126,7 +126,7 @@ class Executor:
         make: Any = imported(self.make_matrix or "snapstream.models.matrix:make_matrix")
         return make if self.make_matrix is None else make(config)
 
-    def problem_here(self, num_ranks: int = 1) -> str | None:
+    def problem_here(self, num_ranks: int) -> str | None:
         """Why this machine cannot run it; the first call may compile a library."""
         return None if self.machine_problem is None else imported(self.machine_problem)(num_ranks)
 

@@ -185,7 +185,7 @@ class SubmittedStep:
         self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
     def add_decoded(
-        self, sampled: Sampled, params: list[SamplingParams], verified: Sequence[Verified] | None = None
+        self, sampled: Sampled, params: list[SamplingParams], verified: Sequence[Verified] | None
     ) -> HostCopy:
         """The step's decode batch: one entry of ``params`` per planned row, which has a token, or those verified."""
         if verified is not None:

@@ -630,7 +630,7 @@ class RequestCompressor:
         self,
         compressor: PromptCompressor,
         tokenizer: PreTrainedTokenizerBase,
-        num_stored: Callable[[tuple[int, ...]], int] = lambda ids: 0,
+        num_stored: Callable[[tuple[int, ...]], int],
     ) -> None:
         """``num_stored``: tokens of a prompt that the engine's prefix store would give back."""
         self.compressor, self._tokenizer, self._num_stored = compressor, tokenizer, num_stored

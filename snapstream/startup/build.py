@@ -307,7 +307,7 @@ def make_connector(
     model: ModelConfig,
     config: EngineConfig,
     settings: TransferSettings,
-    wake: Callable[[], None] = lambda: None,
+    wake: Callable[[], None],
 ) -> TcpConnector:
     """ValueError for an engine whose rows cannot be transferred, or that cannot listen at the address."""
     if config.heads is not None and config.parallel.size > 1:
