@@ -57,23 +57,24 @@ class Load:
         return max(0, self.rows - self.open_rows)
 
 
+FaultKind = Literal["value", "queue_full", "dead"]
+_FAULTS: dict[FaultKind, type[Exception]] = {"value": ValueError, "queue_full": QueueFull, "dead": EngineDead}
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """The error that ended a request, as data: Ray would replace the message of an exception by a remote traceback."""
 
-    kind: Literal["value", "queue_full", "dead"]
+    kind: FaultKind
     message: str
 
     @classmethod
     def of(cls, error: ValueError | QueueFull | EngineDead) -> Fault:
-        kinds: dict[type[Exception], Literal["queue_full", "dead"]] = {QueueFull: "queue_full", EngineDead: "dead"}
-        return cls(next((name for kind, name in kinds.items() if isinstance(error, kind)), "value"), str(error))
+        return cls(next(kind for kind, own in _FAULTS.items() if isinstance(error, own)), str(error))
 
     def error(self) -> Exception:
         """As an exception. A lost engine is never final here: there are other replicas, or will be."""
-        if self.kind == "value":
-            return ValueError(self.message)
-        return QueueFull(self.message) if self.kind == "queue_full" else EngineDead(self.message)
+        return _FAULTS[self.kind](self.message)
 
 
 @dataclass(frozen=True, slots=True)
