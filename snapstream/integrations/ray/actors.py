@@ -266,15 +266,14 @@ class EngineReplica:
                 arrived.set()
         except (ValueError, QueueFull, EngineDead) as error:
             pending.append(Fault.of(error))
-            arrived.set()
         except Exception as error:  # a bug: the caller would wait forever
             log.exception("request=%s failed", request.request_id)
             pending.append(Fault("dead", f"the replica failed: {type(error).__name__}: {error}"))
-            arrived.set()
         except asyncio.CancelledError:
             pending.append(Fault("dead", "the client has left"))
-            arrived.set()
             raise
+        finally:
+            arrived.set()
 
     async def _sweep(self) -> None:
         """Abort the requests of callers that are gone."""
