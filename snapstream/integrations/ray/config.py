@@ -69,7 +69,7 @@ class FrontSettings(ApiOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaSettings:
-    """What replicas of both kinds have."""
+    """What replicas of both kinds have; ``[prefill]``: replicas that prefill and send the rows, if there are some."""
 
     replicas: int = 1  # the fewest
     max_replicas: int | None = None  # None: as many as ``replicas``, always
@@ -95,11 +95,6 @@ class ReplicaSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSettings(ReplicaSettings):
-    """``[prefill]``: replicas that prefill and send the rows; then those of ``[decode]`` only decode."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class DecodeSettings(ReplicaSettings):
     """``[decode]``: replicas that decode, and prefill if there are no prefill replicas."""
 
@@ -118,7 +113,7 @@ class DeployConfig(ListenOptions):
     engine: EngineOptions = field(default_factory=lambda: EngineOptions.of(None, dict(ENGINE_DEFAULTS)))
     front: FrontSettings = field(default_factory=FrontSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
-    prefill: PrefillSettings | None = None
+    prefill: ReplicaSettings | None = None  # those of ``decode`` then only decode
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -182,7 +177,7 @@ def config_of(table: Any) -> DeployConfig:
         for name, kind in (("front", FrontSettings), ("decode", DecodeSettings))
     }
     if "prefill" in given:
-        sections["prefill"] = _make(PrefillSettings, "prefill", given.pop("prefill"))
+        sections["prefill"] = _make(ReplicaSettings, "prefill", given.pop("prefill"))
     engine = {**ENGINE_DEFAULTS, **_table("engine", given.pop("engine", {}))}
     sections["engine"] = _make(EngineOptions, "engine", engine)
     return _make(DeployConfig, "", {**given, **sections})
