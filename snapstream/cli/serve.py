@@ -118,8 +118,9 @@ def worker(
 
 def environment(rank: int, ranks: int) -> dict[str, str]:
     """Environment of one of several ranks: one GPU, and its share of the cores."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    gpus = [name.strip() for name in visible.split(",")] if visible else [str(gpu) for gpu in range(ranks)]
+    from snapstream.startup.measure import visible_gpus
+
+    gpus = visible_gpus() or [str(gpu) for gpu in range(ranks)]
     if len(gpus) < ranks:
         raise ValueError(f"--ranks is {ranks}; CUDA_VISIBLE_DEVICES names {len(gpus)} GPUs")
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))

@@ -57,6 +57,7 @@ from snapstream.exec.executors import Executor, executor_of
 from snapstream.grammar import GrammarCompiler
 from snapstream.models.config_json import fingerprint
 from snapstream.plan.memory import DraftMemory, draft_memory, row_sizes, speculator_config
+from snapstream.startup.measure import measure_machine, visible_gpus
 from snapstream.step import Runner, StepPlan
 from snapstream.version import __version__
 from snapstream.wire import ConnectionFailed
@@ -516,8 +517,8 @@ def _environment(rank: int, device: str, num_threads: int) -> dict[str, str]:
     """What is different for a worker: it sees one GPU, its own, which is then the first."""
     own = {"OMP_NUM_THREADS": str(num_threads)}
     if device.startswith("cuda"):
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        own["CUDA_VISIBLE_DEVICES"] = visible.split(",")[rank].strip() if visible else str(rank)
+        gpus = visible_gpus()
+        own["CUDA_VISIBLE_DEVICES"] = gpus[rank] if gpus else str(rank)
     return own
 
 
@@ -593,11 +594,15 @@ def _work(channel: ControlChannel, folder: Path | None = None, store: Store | No
 
 
 def use_own_gpu() -> None:
-    """Make only the GPU of LOCAL_RANK visible, of those that torchrun shows to all ranks of a machine."""
-    local = os.environ.get("LOCAL_RANK", "")
-    if local.isdigit():
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[int(local)] if int(local) < len(visible) > 1 else local
+    """Make only the GPU of LOCAL_RANK visible, of those that torchrun shows to all ranks of a machine. A launcher that
+    shows a single one has chosen it. ValueError where there are several, and none for this rank.
+    """
+    local, gpus = os.environ.get("LOCAL_RANK", ""), visible_gpus()
+    if not local.isdigit() or len(gpus) == 1:
+        return
+    if gpus and int(local) >= len(gpus):
+        raise ValueError(f"LOCAL_RANK is {local}; CUDA_VISIBLE_DEVICES names {len(gpus)} GPUs")
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(local)] if gpus else local
 
 
 def _receive(channel: ControlChannel, inbox: Inbox, has_terminal: bool) -> None:
@@ -625,7 +630,6 @@ def _serve(channel: ControlChannel, inbox: Inbox, folder: Path | None, store: St
     from snapstream.distributed.group import Ranks
     from snapstream.exec.parallel import RankRunner, answer
     from snapstream.models.registry import read_model_config
-    from snapstream.startup.measure import measure_machine
     from snapstream.startup.resolve import check_rank
 
     own_print = "" if folder is None else fingerprint(folder)

@@ -109,6 +109,12 @@ def check_device(device: str) -> None:
         raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES names; empty where it is not set, and all of this machine are visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return [name.strip() for name in visible.split(",")] if visible else []
+
+
 def device_memory(device: str) -> tuple[int, int]:
     """Bytes of a device that are free now, and all that it has."""
     if not device.startswith("cuda"):

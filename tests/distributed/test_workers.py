@@ -24,7 +24,7 @@ from snapstream.distributed.control import Hello, RankLost
 from snapstream.exec.parallel import ParallelRunner
 from snapstream.server.engine.api import EngineSpec
 from snapstream.server.engine.process import EngineProcess
-from snapstream.startup.build import check_versions
+from snapstream.startup.build import check_versions, use_own_gpu
 from snapstream.types import Request
 from snapstream.version import __version__
 from tests.llm.conftest import write_checkpoint
@@ -221,6 +221,24 @@ def test_several_ranks_of_a_machine_have_a_gpu_each(monkeypatch: pytest.MonkeyPa
     assert [environment(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["5", "7"]
     with pytest.raises(ValueError, match="--ranks is 3; CUDA_VISIBLE_DEVICES names 2 GPUs"):
         environment(0, 3)
+
+
+@pytest.mark.parametrize(
+    ("visible", "local", "own"),
+    [("", "1", "1"), ("5, 7", "1", "7"), ("5,7", "", "5,7"), ("5", "0", "5"), ("5", "1", "5")],
+)
+def test_a_launched_rank_takes_its_gpu_of_those_it_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str, local: str, own: str
+) -> None:
+    """A launcher may show all GPUs of a machine to each rank, or each rank its own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("LOCAL_RANK", local)
+    use_own_gpu()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == own
+    if visible == "5,7":
+        monkeypatch.setenv("LOCAL_RANK", "2")
+        with pytest.raises(ValueError, match="LOCAL_RANK is 2; CUDA_VISIBLE_DEVICES names 2 GPUs"):
+            use_own_gpu()
 
 
 def test_ranks_of_one_command_end_together() -> None:
