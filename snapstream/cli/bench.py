@@ -198,14 +198,15 @@ def measure(llm: LLM, tests: list[Test], rows: int, read_rate: float, flags: Ben
 
 
 def step_bytes(model: ModelConfig, config: EngineConfig, num_rows: int, num_tokens: int) -> int:
-    """Bytes that one rank's decode step reads when its rows have ``num_tokens`` tokens."""
+    """Bytes that one rank reads in a decode step of ``num_rows`` rows of ``num_tokens`` tokens."""
     from snapstream.models.registry import kv_spec_of
     from snapstream.models.sharding import decode_weight_bytes, rank_config
 
     own = rank_config(model, config.parallel, formats=config.weights)
     spec = kv_spec_of(own, config.dtype, config.kv_dtype).limited(config.max_model_len)
     visible = spec.visible_bytes(min(num_tokens, config.budget.capacity), num_tokens)
-    return decode_weight_bytes(own, config.dtype, config.weights, num_rows) + num_rows * visible
+    num_own = -(-num_rows // config.parallel.size) if config.parallel.attention == "dp" else num_rows
+    return decode_weight_bytes(own, config.dtype, config.weights, num_rows) + num_own * visible
 
 
 def describe(model: Path, llm: LLM, read_rate: float, *, is_random: bool) -> dict[str, str]:

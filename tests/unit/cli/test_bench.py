@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from snapstream.assets import TINY_MODEL
+from snapstream.assets import TINY_LATENT_MODEL, TINY_MODEL
 from snapstream.cli import main
 from snapstream.cli.bench import BenchFlags, Result, line_of, make_tests, step_bytes
-from snapstream.config import EngineConfig, KVBudget, WeightFormats
+from snapstream.config import EngineConfig, KVBudget, ParallelConfig, WeightFormats
+from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import read_model_config, tensor_specs
-from snapstream.models.sharding import decode_weight_bytes
+from snapstream.models.sharding import decode_weight_bytes, rank_config
 from snapstream.models.weights import DecoderWeights
 
 
@@ -42,6 +43,17 @@ def test_a_step_reads_weights_once_and_every_row() -> None:
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
     assert step_bytes(model, config, 3, 10) == weights + 3 * 10 * token
     assert step_bytes(model, config, 3, 400) == weights + 3 * 64 * token
+
+
+def test_a_rank_reads_the_rows_that_it_has() -> None:
+    """With data-parallel attention two ranks read two of four rows each, and of three the busier one reads two."""
+    model = read_model_config(TINY_LATENT_MODEL)
+    config = EngineConfig(budget=KVBudget.of(64), max_model_len=512, parallel=ParallelConfig(size=2, attention="dp"))
+    rows = {num: step_bytes(model, config, num, 10) for num in (2, 3, 4, 6)}
+    visible = KVSpec.of(model, "float32").visible_bytes(10, 10)
+    own = rank_config(model, config.parallel)
+    for num, of_rank in ((2, 1), (3, 2), (4, 2), (6, 3)):
+        assert rows[num] == decode_weight_bytes(own, "float32", None, num) + of_rank * visible
 
 
 def test_a_line_of_the_table() -> None:
