@@ -61,7 +61,7 @@ class Stopwatch:
 _NAN = float("nan")
 
 
-class Arriving:
+class HostCopy:
     """An asynchronous copy of tensors to the host."""
 
     def __init__(self, *tensors: Tensor) -> None:
@@ -78,11 +78,11 @@ class Arriving:
         return self._tensors
 
 
-class HostCopy:
+class SampledCopy:
     """An asynchronous copy of sampled tokens to the host."""
 
     def __init__(self, sampled: Sampled) -> None:
-        self._fields = Arriving(*[field for field in sampled if field is not None])
+        self._fields = HostCopy(*[field for field in sampled if field is not None])
 
     def token_ids(self) -> list[int]:
         """Wait for the tokens."""
@@ -113,11 +113,11 @@ class PromptLogprobs:
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
-        self._parts: list[Arriving] = []
+        self._parts: list[HostCopy] = []
 
     def add(self, part: TokenLogprobs) -> None:
         """Append those of the next tokens."""
-        self._parts.append(Arriving(*part))
+        self._parts.append(HostCopy(*part))
 
     def read(self) -> list[Logprob | None]:
         """One entry per token of the prompt, None for the first."""
@@ -146,7 +146,7 @@ def prefill_result(
     entry: PrefillEntry,
     compression: Compression,
     compress_time: Stopwatch,
-    kept: tuple[Arriving | None, Budgets],
+    kept: tuple[HostCopy | None, Budgets],
     prompt_logprobs: PromptLogprobs | None,
     tokens: tuple[Logprob, ...],
 ) -> PrefillResult:
@@ -177,20 +177,20 @@ class SubmittedStep:
 
     def __init__(self, step_id: int) -> None:
         self._step_id = step_id
-        self._decoded: tuple[HostCopy, list[SamplingParams]] | None = None
+        self._decoded: tuple[SampledCopy, list[SamplingParams]] | None = None
         self._verified: Sequence[Verified] | None = None  # of each decoded row; None: a token each
-        self._prefilled: list[tuple[HostCopy, list[SamplingParams], Sequence[Finished]]] = []
+        self._prefilled: list[tuple[SampledCopy, list[SamplingParams], Sequence[Finished]]] = []
         self._sent: list[Finished] = []
         self._sent_event: torch.cuda.Event | None = None  # behind the last of them
         self._grammar_ends: list[Callable[[], dict[int, str]]] = []
 
     def add_decoded(
         self, sampled: Sampled, params: list[SamplingParams], verified: Sequence[Verified] | None
-    ) -> HostCopy:
+    ) -> SampledCopy:
         """The step's decode batch: one entry of ``params`` per planned row, which has a token, or those verified."""
         if verified is not None:
             params = [own for own, row in zip(params, verified, strict=True) for _ in range(row.num_tokens)]
-        self._decoded, self._verified = (HostCopy(sampled), params), verified
+        self._decoded, self._verified = (SampledCopy(sampled), params), verified
         return self._decoded[0]
 
     def add_sent(self, prompt: Finished, device: torch.device) -> None:
@@ -200,9 +200,9 @@ class SubmittedStep:
             self._sent_event = torch.cuda.Event()
             self._sent_event.record()
 
-    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: Sequence[Finished]) -> HostCopy:
+    def add_prefilled(self, sampled: Sampled, params: list[SamplingParams], prompts: Sequence[Finished]) -> SampledCopy:
         """The first tokens of prompts: prompt after prompt, one per row."""
-        copy = HostCopy(sampled)
+        copy = SampledCopy(sampled)
         self._prefilled.append((copy, params, prompts))
         return copy
 
@@ -252,7 +252,7 @@ def last_entries(rows: Sequence[int], verified: Sequence[Verified]) -> list[int]
 class _Drawn:
     """Sampled tokens that the matchers have not read."""
 
-    tokens: HostCopy
+    tokens: SampledCopy
     places: list[tuple[int, int]]  # index in the batch, row
     ends: dict[int, str] = field(default_factory=dict)
 
@@ -290,7 +290,7 @@ class RowGrammars:
         if failed := [row for row in entry.rows if row in self._faults]:
             self._state.allow(failed, torch.full((len(failed), 1), -1, dtype=torch.int32))  # every token
 
-    def follow(self, rows: Sequence[int], tokens: HostCopy, step: SubmittedStep) -> None:
+    def follow(self, rows: Sequence[int], tokens: SampledCopy, step: SubmittedStep) -> None:
         """Tokens were sampled for ``rows``; ``step`` will report whose grammar ends with them."""
         if not self._matchers and not self._faults:
             return

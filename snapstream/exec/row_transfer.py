@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from snapstream.exec.results import Arriving
+from snapstream.exec.results import HostCopy
 from snapstream.kv import layout
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import Full, Shared
@@ -104,8 +104,8 @@ class RowParts:
 
 def read_later(data: Tensor) -> Callable[[], memoryview]:
     """A function that waits for the device and returns the bytes of ``data``, which must not change."""
-    arriving = Arriving(data.flatten())
-    return lambda: arriving.read()[0].numpy().data
+    copy = HostCopy(data.flatten())
+    return lambda: copy.read()[0].numpy().data
 
 
 def hidden_bytes(hidden: Tensor) -> Callable[[], memoryview]:

@@ -24,8 +24,8 @@ from snapstream.exec.executors import executor_of
 from snapstream.exec.prefill import FirstTokens, PrefillJob, PromptProgress, RowWriter
 from snapstream.exec.prefix_store import PrefixMover, make_mover, save_row
 from snapstream.exec.results import (
-    Arriving,
     Finished,
+    HostCopy,
     PromptLogprobs,
     RowGrammars,
     SubmittedStep,
@@ -355,14 +355,14 @@ class ModelRunner:
             ring_tokens=budget.capacity - layout.ring_start(budget, prompt_len),
         )
 
-    def _kept(self, prompt: PromptProgress) -> Arriving | None:
+    def _kept(self, prompt: PromptProgress) -> HostCopy | None:
         """The kept positions of a prompt, if requested and any were selected."""
         if not prompt.kept:
             return None
         budgets, prompt_len = self._budgets(prompt.entry), prompt.entry.prompt_len
         kept = of_all_heads(prompt.kept, budgets, prompt_len, self.decoder.group)
         find = packed_bits if prompt.entry.sampling.return_kept == "bitmap" else selected
-        return Arriving(find(kept, budgets, prompt_len))
+        return HostCopy(find(kept, budgets, prompt_len))
 
     def _budgets(self, entry: PrefillEntry) -> Budgets:
         """Of all kv heads of the model."""

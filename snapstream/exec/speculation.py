@@ -33,7 +33,7 @@ from torch import Tensor
 from snapstream.config import KVBudget
 from snapstream.exec.eager import DraftBatch, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
-from snapstream.exec.results import Arriving, RowGrammars, Stopwatch, Verified
+from snapstream.exec.results import HostCopy, RowGrammars, Stopwatch, Verified
 from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.sampling import Sampled
 from snapstream.kernels.memory import upload
@@ -209,7 +209,7 @@ class Speculation:
         is_host = self.parts.decoder.device.type == "cpu"
         self._last = self.parts.rows.last_token.numpy() if is_host else None
         # Of steps that nothing has been read of: their rows with the tokens fed; entries and times, lacking the last.
-        self._fed: list[tuple[Sequence[_Row], Arriving]] = []
+        self._fed: list[tuple[Sequence[_Row], HostCopy]] = []
         self._timed: list[tuple[int, Stopwatch]] = []
         # Of the rows last proposed for, those with drafts of the draft model, and how many tokens it gave.
         self._asked: dict[int, int] = {}
@@ -252,7 +252,7 @@ class Speculation:
             row.num_left -= 1
         self._num_steps += 1
         if self._last is None:
-            self._fed.append((own, Arriving(self.parts.rows.last_token[batch_rows])))
+            self._fed.append((own, HostCopy(self.parts.rows.last_token[batch_rows])))
             return own
         for number, row in zip(rows, own, strict=True):
             row.history.append(int(self._last[number]))

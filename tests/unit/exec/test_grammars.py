@@ -10,7 +10,7 @@ import torch
 
 from snapstream.assets import TINY_MODEL
 from snapstream.config import KVBudget, make_selector
-from snapstream.exec.results import Finished, HostCopy, RowGrammars, SubmittedStep, Verified, last_entries
+from snapstream.exec.results import Finished, RowGrammars, SampledCopy, SubmittedStep, Verified, last_entries
 from snapstream.exec.row_state import NewRow
 from snapstream.exec.sampling import Sampled
 from snapstream.exec.sampling_state import SamplingState
@@ -37,7 +37,7 @@ def entry_of(rows: tuple[int, ...], pattern: str | None) -> PrefillEntry:
 
 def draw(grammars: RowGrammars, rows: list[int], tokens: list[int], step_id: int = 0) -> SubmittedStep:
     step = SubmittedStep(step_id)
-    grammars.follow(rows, HostCopy(Sampled(torch.tensor(tokens))), step)
+    grammars.follow(rows, SampledCopy(Sampled(torch.tensor(tokens))), step)
     return step
 
 
