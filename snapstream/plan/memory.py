@@ -147,16 +147,19 @@ class EngineMemory:
     def describe(self) -> str:
         """The sum in words, for an error."""
         decode = self.max_rows * self.batch_bytes + (self.max_rows + 1) * self.state_bytes
+        optional = (
+            (self.dequantized_bytes, "for a dequantized layer"),
+            (self.query_bytes, "of queries for hops"),
+            (self.reserved_bytes, "for the draft"),
+            (self.bounce_bytes, "for copies of the prefix store"),
+            (self.store_bytes, "for the prefix store"),
+        )
         parts = [
             f"{format_bytes(self.weight_bytes)} of weights",
             f"{-(-self.max_rows // self.dp_size)} + 1 rows of {format_bytes(self.row_bytes)}",
             f"{format_bytes(self.staging_bytes)} of staging",
             f"{format_bytes(self.transient_bytes)} of prefill temporaries",
-            *([f"{format_bytes(self.dequantized_bytes)} for a dequantized layer"] if self.dequantized_bytes else []),
-            *([f"{format_bytes(self.query_bytes)} of queries for hops"] if self.query_bytes else []),
-            *([f"{format_bytes(self.reserved_bytes)} for the draft"] if self.reserved_bytes else []),
-            *([f"{format_bytes(self.bounce_bytes)} for copies of the prefix store"] if self.bounce_bytes else []),
-            *([f"{format_bytes(self.store_bytes)} for the prefix store"] if self.store_bytes else []),
+            *(f"{format_bytes(size)} {purpose}" for size, purpose in optional if size),
             f"{format_bytes(decode + self.framework_bytes)} for decode and the framework",
         ]
         return f"{', '.join(parts[:-1])} and {parts[-1]} need {format_bytes(self.total_bytes)}"
