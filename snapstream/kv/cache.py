@@ -225,18 +225,17 @@ class KVCache:
                 self.encodings, zip(*map(_dims, spec.layers), strict=True), strict=True
             )]  # fmt: skip
             self.k, self.v = (
-                _zeros((sum(map(mul, sizes, own)),), encoding.dtype, torch.device(device))
+                _zeros((sum(map(mul, sizes, own)),), encoding.dtype, device)
                 for encoding, own in zip(self.encodings, self._widths, strict=True)
             )
-        else:
-            self.k = _slots(key_encoding, slots, spec.key_dim, device)  # [L, rows+1, G, C, E]
+        else:  # [L, rows+1, G, C, E], or [slots of all rows, E]
+            self.k = _zeros((*slots, key_encoding.width(spec.key_dim)), key_encoding.dtype, device)
+            if spec.values_are_keys:
+                self.v = self.k[..., : spec.value_dim]
+            else:
+                self.v = _zeros((*slots, value_encoding.width(spec.value_dim)), value_encoding.dtype, device)
         self.k_scale = self._scales(key_encoding, slots, device)  # [L, rows+1, G] fp32; per slot: as k without E
-        if spec.values_are_keys:
-            self.v, self.v_scale = self.k[..., : spec.value_dim], self.k_scale  # [L, rows+1, G, C, E']
-        else:
-            if not spec.is_uneven:
-                self.v = _slots(value_encoding, slots, spec.value_dim, device)  # [L, rows+1, G, C, E']
-            self.v_scale = self._scales(value_encoding, slots, device)
+        self.v_scale = self.k_scale if spec.values_are_keys else self._scales(value_encoding, slots, device)
         self._kernel_kv, self._kernel_scales = (self.k, self.v), (self.k_scale, self.v_scale)
         if heads is not None:
             longest = heads.longest
@@ -247,7 +246,7 @@ class KVCache:
         layers = map(spec.source, range(spec.num_layers))
         self._blocks = [self._block_rows(layer) for layer in layers] if self._has_blocks else []
         self._states = [
-            {name: _zeros((num_rows + 1, *shape), torch.float32, torch.device(device)) for name, shape in shapes}
+            {name: _zeros((num_rows + 1, *shape), torch.float32, device) for name, shape in shapes}
             for shapes in map(spec.state_shapes, range(spec.num_layers))
         ]
 
@@ -435,7 +434,7 @@ class KVCache:
     def _scales(self, encoding: Encoding, slots: tuple[int, ...], device: torch.device | str) -> Tensor | None:
         match encoding.format.scales:
             case "slot":
-                return _zeros(slots, torch.float32, torch.device(device))
+                return _zeros(slots, torch.float32, device)
             case "head":
                 return torch.ones(self.spec.num_layers, self.num_rows + 1, self.spec.num_kv_heads, device=device)
         return None
@@ -453,11 +452,7 @@ def _slot_scales(scales: Tensor | None, total: int, num_slots: int) -> Tensor | 
     return None if scales is None or scales.dim() > 1 else head_rows(scales[:total], num_slots)
 
 
-def _slots(encoding: Encoding, slots: tuple[int, ...], num: int, device: torch.device | str) -> Tensor:
-    """Zeros for heads of ``num`` numbers, ``[*slots, elements of a head]``."""
-    return _zeros((*slots, encoding.width(num)), encoding.dtype, torch.device(device))
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """Zeros; on a CPU slots that are never written take no memory."""
-    return memory.zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+    is_cpu = torch.device(device).type == "cpu"
+    return memory.zeros(shape, dtype) if is_cpu else torch.zeros(shape, dtype=dtype, device=device)
