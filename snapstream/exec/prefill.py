@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig, KVBudget
-from snapstream.exec.eager import DecodeStep, OwnSampler
+from snapstream.exec.eager import DecodeStep, OwnSampler, StepParts
 from snapstream.exec.prefix_store import PrefixMover
 from snapstream.exec.results import Finished, RowGrammars, Stopwatch, SubmittedStep
 from snapstream.exec.row_state import NewRow, SamplingNeeds
 from snapstream.exec.rows import Counters, Rows
 from snapstream.exec.sampling import sample
-from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.backends.autotune import PrefillAttention
 from snapstream.kernels.memory import upload
 from snapstream.kv import layout
@@ -106,12 +105,9 @@ class FirstTokens:
     grammars and seeds are those of the decode engine.
     """
 
-    def __init__(
-        self, decoder: Decoder, rows: Rows, sampling: SamplingState, grammars: RowGrammars, writer: RowWriter
-    ) -> None:
-        self._decoder, self._rows, self._sampling = decoder, rows, sampling
-        self._grammars, self._writer = grammars, writer
-        model = decoder.config
+    def __init__(self, parts: StepParts, grammars: RowGrammars, writer: RowWriter) -> None:
+        self._parts, self._grammars, self._writer = parts, grammars, writer
+        model = parts.decoder.config
         # Some checkpoints name end tokens that their vocabulary does not have; they can never be drawn.
         self._end_ids = tuple(token for token in model.eos_token_ids if 0 <= token < model.vocab_size)
         self.params: dict[int, SamplingParams] = {}  # by row: which variant of the sampler a batch needs
@@ -133,20 +129,21 @@ class FirstTokens:
                 self.params[row] = entry.sampling
                 table.append((row, index, *counters))
                 new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
-        uploaded = upload(table, torch.int64, self._decoder.device)  # [rows, 5]
+        decoder, sampling = self._parts.decoder, self._parts.sampling
+        uploaded = upload(table, torch.int64, decoder.device)  # [rows, 5]
         rows, source = uploaded[:, 0], uploaded[:, 1]
-        self._rows.admit(rows, uploaded[:, 2:])
-        self._sampling.set_rows(new)
+        self._parts.rows.admit(rows, uploaded[:, 2:])
+        sampling.set_rows(new)
         for prompt in prompts:
             self._grammars.admit(prompt.entry)
             self._writer.admit(prompt.entry)
         params = [entry.sampling for entry in new]
-        logits, needs = self._decoder.logits(hidden)[source], SamplingNeeds.of(params)  # [rows, V]
+        logits, needs = decoder.logits(hidden)[source], SamplingNeeds.of(params)  # [rows, V]
         if self._sampler is not None:
             sampled = self._sampler.sample(logits, rows, needs)
         else:
-            sampled = sample(logits, self._sampling, rows, needs)
-        self._rows.feed(rows, sampled.token_ids)
+            sampled = sample(logits, sampling, rows, needs)
+        self._parts.rows.feed(rows, sampled.token_ids)
         self._grammars.follow([entry.row for entry in new], step.add_prefilled(sampled, params, prompts), step)
 
 

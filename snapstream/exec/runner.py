@@ -183,7 +183,7 @@ class ModelRunner:
             decoder=decoder, cache=self.cache, rows=self.rows, sampling=self.sampling, config=config
         )
         self._grammars = RowGrammars(grammars, self.sampling)
-        self.first_tokens = FirstTokens(decoder, self.rows, self.sampling, self._grammars, self._writer)
+        self.first_tokens = FirstTokens(self.step_parts, self._grammars, self._writer)
         self._batches = DecodeBatches(device)
         self._parts = RowParts(self.cache, decoder)
         self._connector: KVConnector | None = None
