@@ -10,7 +10,7 @@ On a CPU both are plain copies (``PrefixMover``). On a GPU the copies overlap th
 
 The bounce buffer has a place for every block of the staging pool, so every block of a job keeps its own place as long
 as the job's tokens are staged. The compute stream waits for a copy only where the link is slower than the computation;
-the scheduler plans no chunk of such a job until ``is_ready``, so that other jobs need not wait. Not run on a GPU yet.
+the scheduler plans no chunk of such a job until ``is_ready``, so that other jobs need not wait.
 """
 
 from __future__ import annotations
