@@ -35,7 +35,6 @@ from snapstream.engine.worker import (
     Refused,
     Reply,
     ResetPrefixes,
-    Stats,
     Stop,
     Submit,
     SubmitBatch,
@@ -170,8 +169,8 @@ class EngineClient:
                 if reply is not None:
                     with suppress(InvalidStateError):  # cancelled
                         reply.set_result(value)
-            case Stats(stats):
-                self.stats = stats
+            case EngineStats():
+                self.stats = message
 
     def fail(self, request_id: str, error: Exception) -> None:
         """Give ``error`` to the reader of a request; its id stays in use until the engine reports the end."""

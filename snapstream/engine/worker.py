@@ -23,7 +23,7 @@ from snapstream.types import QueueFull, Request, RequestOutput
 
 @dataclass(slots=True, kw_only=True)
 class EngineStats:
-    """Gauges and totals for /metrics."""
+    """Gauges and totals for /metrics; a message of the engine, with totals since its start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -216,15 +216,8 @@ class Beat:
     """The loop runs, or has run another unit of prefill."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Totals since the start of this engine."""
-
-    stats: EngineStats
-
-
 ToEngine = Submit | SubmitBatch | Abort | Reissue | ResetPrefixes | Probe | WhenIdle | Ping | Stop
-FromEngine = Deltas | Refused | TicketIssued | KVTransferFailed | Reply | Beat | Stats
+FromEngine = Deltas | Refused | TicketIssued | KVTransferFailed | Reply | Beat | EngineStats
 
 
 # in the order of the fields, but for the samples
@@ -395,4 +388,4 @@ class EngineWorker:
         stats = self._counter.stats(self._engine, self._rows_total)
         if stats != self._reported:
             self._reported = stats
-            self._port.send(Stats(stats))
+            self._port.send(stats)

@@ -43,7 +43,6 @@ from snapstream.engine.worker import (
     Ping,
     Refused,
     Reply,
-    Stats,
     Stop,
     ToEngine,
     add_totals,
@@ -638,8 +637,8 @@ class EngineProcess:
 
     def _deliver(self, message: FromProcess) -> None:
         match message:
-            case Stats(stats):
-                self._now = stats
+            case EngineStats():
+                self._now = message
             case Deltas() | Refused() | Reply():
                 self._client.deliver(message)
             case TicketIssued() | KVTransferFailed() if self._remote is not None and self._child is not None:

@@ -24,7 +24,7 @@ import pytest
 
 from benchmarks.server_process import is_running
 from snapstream.config import EngineOptions
-from snapstream.engine.worker import Beat, EngineWorker, Ping, Stats, Stop, ToEngine
+from snapstream.engine.worker import Beat, EngineStats, EngineWorker, Ping, Stop, ToEngine
 from snapstream.llm import LLM
 from snapstream.server.engine import process
 from snapstream.server.engine.api import EngineDead, EngineSpec
@@ -400,7 +400,7 @@ def test_a_ping_is_answered(folder: Path, count: int) -> None:
     with LLM(folder, **SETTINGS, progress=False) as llm:
         port = Port(*[Ping()] * count, Stop())
         EngineWorker(llm.engine, 4, port).run()
-    assert [message for message in port.sent if not isinstance(message, Stats)] == [Beat()] * count
+    assert [message for message in port.sent if not isinstance(message, EngineStats)] == [Beat()] * count
 
 
 SOURCE = Path(__file__).parents[3]
