@@ -47,10 +47,10 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 201,
-    "Python lines of the package": 54296,  # K-quants as they are stored, refusals of checkpoints, cut tool calls
+    "Python lines of the package": 54302,  # K-quants as they are stored, refusals of checkpoints, cut tool calls
     "C++ files": 28,  # a stage for recurrent layers, and their prefill
-    "files under tests/": 227,
-    "modules with one importer": 21,
+    "files under tests/": 226,
+    "modules with one importer": 20,
     "words to learn in docs/architecture.md": 20,
 }
 
