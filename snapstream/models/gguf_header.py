@@ -83,7 +83,9 @@ class Header:
             reader.at = found.start
             if text:
                 return [reader.decoded(*span) for span in reader.texts(found.count)]
-            return [reader.number(found.kind) for _ in range(found.count)]
+            code = _NUMBERS[found.kind]
+            numbers = struct.unpack_from(f"<{found.count}{code[1:]}", reader.data, found.start)
+            return [shortest(number) for number in numbers] if found.kind == _FLOAT else [*numbers]
 
 
 def _what(text: bool) -> str:
@@ -100,9 +102,12 @@ class _Reader:
         try:
             (value,) = struct.unpack_from(code, self.data, self.at)
         except struct.error:
-            raise ValueError(f"{self.file} is truncated: its header ends at byte {len(self.data):,}") from None
+            raise self._truncated() from None
         self.at += struct.calcsize(code)
         return value
+
+    def _truncated(self) -> ValueError:
+        return ValueError(f"{self.file} is truncated: its header ends at byte {len(self.data):,}")
 
     def number(self, kind: int) -> float:
         value = self.unpack(_NUMBERS[kind])
@@ -117,10 +122,12 @@ class _Reader:
 
     def texts(self, count: int) -> Iterator[tuple[int, int]]:
         """Where each of ``count`` texts begins and ends; this passes them."""
-        length = len(self.data)
+        length, read = len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
-            size: int = self.unpack("<Q")
-            begin = self.at
+            begin = self.at + 8
+            if begin > length:
+                raise self._truncated()
+            (size,) = read(self.data, self.at)
             if size > min(length - begin, MAX_TEXT_BYTES):
                 raise ValueError(
                     f"{self.file}: a text of the header has {size:,} bytes; {length - begin:,} are left, and the "
