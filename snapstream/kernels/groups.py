@@ -40,15 +40,19 @@ def quantize(x: Tensor, bits: int, group: int, dtype: torch.dtype = torch.float3
     """
     least, most = (-127, 127) if bits == 8 else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
     groups = x.float().unflatten(-1, (-1, group))  # [..., in / group, group]
-    if bits == 8:
-        scales = over(groups.abs().amax(-1), most)
-    else:
-        scales = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1) / least
+    largest = _largest(groups)
+    scales = over(largest.abs(), most) if bits == 8 else largest / least
     scales = scales.to(dtype).to(SCALE_DTYPE)
     # In fp16 a scale may come to 0, where all codes are 0, or a little short, where the largest code stays.
     divisor = torch.where(scales == 0, torch.inf, scales.float())[..., None]
     codes = (groups / divisor).round_().clamp_(least, most).add_(2 ** (bits - 1))
     return pack(codes.flatten(-2).to(torch.uint8), bits), scales
+
+
+def _largest(groups: Tensor) -> Tensor:
+    """Of each group ``[..., n]`` the number of the largest magnitude; of two the negative one."""
+    low, high = groups.amin(-1), groups.amax(-1)  # much faster than aminmax or argmax
+    return torch.where(high > -low, high, low)
 
 
 def dequantize(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
@@ -126,8 +130,7 @@ def quantize_k(x: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
         low, high = groups.aminmax(dim=-1)
         wanted = [over(high - low, most), low]
     else:
-        largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
-        wanted = [over(largest, IQ_NUMBERS[form.dtype][0] if len(table) else least - offset)]
+        wanted = [over(_largest(groups), IQ_NUMBERS[form.dtype][0] if len(table) else least - offset)]
     blocks = torch.stack(wanted, -2).unflatten(-1, (-1, form.block // form.group)).movedim(-3, -2)
     unit = IQ_UNITS.get(form.dtype, 1.0)
     factors = over(blocks.abs().amax(-1), 127 * unit).to(SCALE_DTYPE)  # [..., blocks, 1 or 2]
@@ -181,7 +184,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         low = quads & 15
         halves = low[..., ::2, :] | low[..., 1::2, :] << 4
         return torch.cat((halves, _interleave(quads >> 4, bits - 4)[..., None, :]), -2).flatten(-3)
-    return codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4
+    if bits == 8:
+        return codes
+    both = codes.contiguous().view(torch.int16)  # little-endian: the first in the lower byte
+    return (both & 15 | both >> 4).to(torch.uint8)
 
 
 def _interleave(lines: Tensor, bits: int) -> Tensor:
