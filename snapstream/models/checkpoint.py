@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from snapstream.config import ModelConfig, WeightFormat, WeightFormats
 from snapstream.config.weights import FP8_BLOCK, Packing
-from snapstream.kernels.formats import FP8
+from snapstream.kernels.formats import FP8, FP8_MAX
 from snapstream.kernels.groups import (
     AWQ_ORDER,
     MXFP4_NAN,
@@ -446,25 +446,25 @@ def _fill_quantized(
     outer = cut.aligned((FP8_BLOCK, FP8_BLOCK) if form.is_fp8 else (1, form.block))
     if form.is_fp8:
         values, scales = read_part(shard, name, outer.slices), read_block_scales(own, outer, manifest)
-        bounds = {own: _block_bounds(values, scales)}
+        checked, bounds = own, _block_bounds(values, scales)
     else:
         rows, columns = outer.slices
         words = slice(columns.start * form.bits // 32, columns.stop * form.bits // 32)
         values = read_part(shard, name, (rows, words)).view(torch.uint8)
         scales = read_scales(own, outer, form, manifest)
-        bounds = {own + SCALES: _minmax(_factors(scales, form))}
+        checked, bounds = own + SCALES, _minmax(_factors(scales, form))
         scales = scales if row_eps is None else _with_normed_scales(values, scales, form, row_eps)
     target = weights.matrices[part.target]
     is_whole = form.is_fp8 or target.shape[-1] % form.block == 0  # else groups reach into the next layer
     is_whole &= not form.is_fp8 or target.form.is_fp8 or keeps_blocks(part.row_order)
     is_kept = (target.form.dtype, target.form.group) == (form.dtype, form.group)
-    is_kept |= not (target.form.is_quantized or form.is_k_quant)
     if outer == cut and is_whole and is_kept:
         weights.fill_quantized(part.target, part.place, *_padded_values(values, scales, cut, form))
     else:  # the shard cuts through groups, and is stored as floats; or another format was asked for
         numbers = decode(values, scales, form)
+        bounds = _bounds(numbers, target.form) if bounds.isfinite().all() else bounds
         weights.fill(part.target, part.place, _padded(_in_order(numbers[cut.within(outer)], part), cut))
-    return bounds
+    return {checked: bounds}
 
 
 def _fill_packing(
@@ -474,19 +474,19 @@ def _fill_packing(
     packing, form, part = config.stored.packing, config.stored.quantized, cut.part
     assert packing is not None
     values, scales, groups = read_packing(name, packing, manifest)
-    bounds = {_scales_of(name, packing): _minmax(scales if form is None else scales.to(SCALE_DTYPE))}
-    if packing.layout == "fp8" and bool(values.float().isnan().any()):
-        bounds = {name: torch.full((2,), torch.nan)}
+    checked = name if packing.layout == "fp8" else _scales_of(name, packing)
+    bounds = _minmax(scales if form is None else scales.to(SCALE_DTYPE))
     if form is not None and cut.aligned((1, form.group)) == cut:
         codes = (values.short() + 2 ** (form.bits - 1)).to(torch.uint8)[cut.slices].contiguous()
         own_scales = scales.repeat_interleave(values.shape[1] // scales.shape[1] // form.group, 1)
         own_scales = own_scales[cut.scaled((1, form.group))].to(SCALE_DTYPE)
         weights.fill_quantized(part.target, part.place, *_padded_values(pack(codes, form.bits), own_scales, cut, form))
-        return bounds
+        return {checked: bounds}
     rows, columns = cut.slices
     numbers = values[cut.slices].float() * scales[rows][:, groups[columns]]
+    bounds = _bounds(numbers, weights.matrices[part.target].form) if bounds.isfinite().all() else bounds
     weights.fill(part.target, part.place, _padded(_in_order(numbers, part), cut))
-    return bounds
+    return {checked: bounds}
 
 
 def _fill_mxfp4(
@@ -499,7 +499,7 @@ def _fill_mxfp4(
     part, blocks = cut.part, cut.scaled((1, 1, form.group))
     codes = _tensor(name + MXFP4_CODES, (*blocks, slice(0, form.group // 2)), manifest).flatten(-2)
     scales = _tensor(name + MXFP4_SCALES, blocks, manifest)
-    bound = torch.tensor(torch.nan if bool((scales == MXFP4_NAN).any()) else 0.0)
+    bound = torch.tensor(torch.nan if (most := int(_minmax(scales)[1])) == MXFP4_NAN else 6.0 * 2.0 ** (most - 127))
     *rows, columns = part.shape
     sizes = (*rows, columns * form.bits // 8), (*rows, columns // form.group)
     for index, (own, size) in enumerate(zip((codes, scales), sizes, strict=True)):
@@ -643,9 +643,9 @@ def _minmax(numbers: Tensor) -> Tensor:
 
 
 def _block_bounds(values: Tensor, scales: Tensor) -> Tensor:
-    """Least and greatest scale of an FP8 matrix; NaN if one of its numbers is. FP8 has no infinity."""
+    """Bounds of an FP8 matrix by its scales; NaN if one of its numbers is. FP8 has no infinity."""
     has_nan = bool((values.view(torch.uint8) & 127).eq(127).any())
-    bounds = _minmax(scales)
+    bounds = _minmax(scales) * FP8_MAX
     return bounds.fill_(torch.nan) if has_nan else bounds
 
 

@@ -377,6 +377,7 @@ def test_refused_widths_and_files(both: tuple[Path, Path], tmp_path: Path) -> No
     name = next(name for name in tensors if name.endswith("o_proj.weight"))
     spoiled: dict[str, dict[str, Tensor]] = {
         f"{name} holds NaN": {name: torch.full_like(tensors[name].view(torch.uint8), 127).view(torch.float8_e4m3fn)},
+        f"{name} holds infinity": {f"{name}_scale_inv": torch.full_like(tensors[f"{name}_scale_inv"], 1e37)},
         f"lacks {name}_scale_inv": {f"{name}_scale_inv": torch.empty(0)},
         f"{name} in model.safetensors is stored as F32": {name: tensors[name].float()},
     }

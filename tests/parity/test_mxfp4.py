@@ -93,13 +93,17 @@ def test_the_same_numbers_in_bfloat16(both: tuple[Path, Path]) -> None:
         assert len(llm.generate([PROMPTS[1]], PARAMS)[0].token_ids) == PARAMS.max_tokens
 
 
-@pytest.mark.parametrize(("place", "name"), [(0, "gate_up_proj"), (1, "down_proj")])
-def test_a_scale_that_is_no_number(both: tuple[Path, Path], tmp_path: Path, place: int, name: str) -> None:
+@pytest.mark.parametrize(
+    ("place", "name", "scale", "what"), [(0, "gate_up_proj", 255, "NaN"), (1, "down_proj", 254, "infinity as float32")]
+)
+def test_scales_that_give_no_finite_number(
+    both: tuple[Path, Path], tmp_path: Path, place: int, name: str, scale: int, what: str
+) -> None:
     tensors = load_file(both[0] / "model.safetensors")
-    tensors[f"model.layers.{place}.mlp.experts.{name}_scales"][2, 3, 0] = 255
+    tensors[f"model.layers.{place}.mlp.experts.{name}_scales"][2, 3, 0] = scale
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((both[0] / "config.json").read_bytes())
-    with pytest.raises(ValueError, match=f"layers.{place}.mlp.experts.{name}_scales holds NaN"):
+    with pytest.raises(ValueError, match=f"layers.{place}.mlp.experts.{name}_scales holds {what}"):
         LLM(tmp_path, progress=False)
 
 

@@ -252,20 +252,23 @@ def test_what_is_refused(says: dict[str, Any], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("suffix", "change", "reason"),
+    ("case", "suffix", "change", "reason"),
     [
-        ("qzeros", lambda x: x + 1, "has zeros other than 8, and quantization_config says that there are none"),
-        ("g_idx", lambda x: x.flip(0), "is an activation order, and quantization_config has no desc_act"),
-        ("bias", lambda x: x + 1, "checkpoint holds model.layers.0.mlp.down_proj.bias"),
-        ("scales", lambda x: x.float().log().mul(0).log(), "scales holds infinity"),
-        ("qweight", lambda x: x[:-1], r"qweight in model.safetensors has shape \[31, 128\]; the config asks for"),
+        ("gptq", "qzeros", lambda x: x + 1, "has zeros other than 8, and quantization_config says that there are none"),
+        ("gptq", "g_idx", lambda x: x.flip(0), "is an activation order, and quantization_config has no desc_act"),
+        ("gptq", "bias", lambda x: x + 1, "checkpoint holds model.layers.0.mlp.down_proj.bias"),
+        ("gptq", "scales", lambda x: x.float().log().mul(0).log(), "scales holds infinity"),
+        ("gptq", "qweight", lambda x: x[:-1], r"qweight in model.safetensors has shape \[31, 128\]; the config asks"),
+        ("fp8-row", "weight", lambda x: (x.view(torch.uint8) | 127).view(x.dtype), "down_proj.weight holds NaN"),
+        ("fp8-row", "weight_scale", lambda x: x.float().mul(0).add(1e38), "down_proj.weight holds infinity as float"),
+        ("packed-order", "weight_scale", lambda x: x.float().mul(0).add(1e38), "_scale holds infinity as float32"),
     ],
 )
-def test_files_that_contradict_their_config(suffix: str, change: Any, reason: str, tmp_path: Path) -> None:
-    own, _ = written("qwen3", gptq(), tmp_path)
+def test_files_that_contradict_their_config(case: str, suffix: str, change: Any, reason: str, tmp_path: Path) -> None:
+    own, _ = written("qwen3", CASES[case][0], tmp_path)
     tensors = load_file(own / "model.safetensors")
     name = f"model.layers.0.mlp.down_proj.{suffix}"
-    tensors[name] = change(tensors[name]).to(tensors[name].dtype).contiguous()
+    tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, own / "model.safetensors")
     with pytest.raises(ValueError, match=reason):
         load_weights(own, read_model_config(own), torch.float32, "cpu", False)

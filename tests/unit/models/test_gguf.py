@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from snapstream import LLM, Grammar, SamplingParams
 from snapstream.cli.app import main
+from snapstream.config import EngineOptions
 from snapstream.kernels.groups import dequantize, dequantize_uint4, k_scales
 from snapstream.models import gguf, gguf_architectures
 from snapstream.models.checkpoint import check_checkpoint, load_weights
@@ -29,6 +30,7 @@ from snapstream.models.matrix import decode
 from snapstream.models.quantize import quantize_checkpoint
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer, has_tokenizer, load_tokenizer
+from snapstream.plan.fit import weight_formats
 from snapstream.spec_prefill.compressor import PromptCompressor
 from tests.gguf_files import ARCHITECTURES, MODELS, write_gguf
 from tests.parity.checkpoints import make_model, save
@@ -510,6 +512,24 @@ def test_weights_that_are_not_finite(file: Path, tmp_path: Path) -> None:
     wrong = changed(file, tmp_path / "wrong.gguf", tensor.start, struct.pack("<f", float("nan")))
     with pytest.raises(ValueError, match="model.layers.1.mlp.up_proj.weight holds NaN"):
         load_weights(wrong, read_model_config(wrong), torch.float32, "cpu", False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [("Q3_K", 108), ("Q4_K", 0), ("Q4_K", 2), ("Q5_K", 0), ("Q5_K", 2), ("Q6_K", 208), ("IQ4_XS", 0), ("Q4_1", 0)],
+)
+def test_factors_of_blocks_that_are_not_finite(kind: str, place: int, tmp_path: Path) -> None:
+    """In the file, or where their finite numbers are beyond those of the format that was asked for."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 1}
+    file = write_gguf(save(make_model("qwen3", **MODELS["qwen3"] | sizes), tmp_path), tmp_path / "good.gguf", kind)
+    at = read_header(file).tensors["blk.0.ffn_up.weight"].start + place
+    for factor, width in (("inf", "auto"), ("nan", "auto"), ("-inf", "float32"), ("65504", "float16")):
+        wrong = changed(file, tmp_path / "wrong.gguf", at, struct.pack("<e", float(factor)))
+        config = read_model_config(wrong)
+        formats = weight_formats(config, EngineOptions(weights=width), device="cpu")  # type: ignore[arg-type]
+        what = "NaN" if factor == "nan" else "infinity as float16"
+        with pytest.raises(ValueError, match=f"wrong.gguf: model.layers.0.mlp.up_proj.weight_scale holds {what}"):
+            load_weights(wrong, config, torch.float32, "cpu", False, formats)
 
 
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}>{% endif %}"
