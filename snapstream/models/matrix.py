@@ -139,19 +139,15 @@ class Matrix:
                 self[start:stop].fill_quantized(*encode(numbers[start:stop].to(self.data.device), self.form))
 
     def fill_quantized(self, values: Tensor, scales: Tensor) -> None:
-        """Store groups or FP8 blocks of a checkpoint; float storage takes any of them."""
+        """Store groups or FP8 blocks of a checkpoint; float storage takes integers and MXFP4."""
         if len(self.shape) > 2 and self.scales is None:
             for index, (own_values, own_scales) in enumerate(zip(values, scales, strict=True)):
                 self[index].fill_quantized(own_values, own_scales)
         elif self.scales is not None:
             self.data.copy_(values)
             self.scales.copy_(scales)
-        elif values.dtype == FP8.dtype:
-            self.fill(reference.dequantize_blocks(values, scales))
         elif scales.dtype == torch.uint8:
             self.fill(groups.dequantize_mxfp4(values, scales))
-        elif scales.dtype == torch.int32:
-            self.fill(groups.dequantize_uint4(values, scales))
         else:
             self.fill(groups.dequantize(values, scales, 8 * values.shape[-1] // self.shape[-1]))
 
