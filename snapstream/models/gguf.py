@@ -89,7 +89,8 @@ def _is_matrix(name: str, tensor: Tensor) -> bool:
 
 
 def _group_of(name: str) -> str:
-    return "tables" if name in TABLES else "attention" if ".self_attn." in name else "layers"
+    is_outside = name in TABLES or name.startswith(("altup_", "model.altup_"))
+    return "tables" if is_outside else "attention" if ".self_attn." in name else "layers"
 
 
 def _stored(model: Model) -> StoredWeights:

@@ -283,6 +283,10 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
     ("gemma4-panels", {"per_layer_model": "BF16", "per_layer_token": "Q5_K", "token": "Q6_K", "": "Q4_0"},
      {"global_head_dim": 64, "hidden_size_per_layer_input": 256}, {"qkv": INT4, "down": INT4, "embed": Q6,
      "embed_per_layer": Q5}),
+    # llama.cpp leaves these as they were.
+    ("gemma3n", {"altup": "F16", "laurel": "F16", "per_layer_model": "F16", "": "Q8_0"},
+     {"hidden_size_per_layer_input": 32},
+     {"streams_in": FP16, "laurel_in": FP16, "embed": INT8, "embed_per_layer": INT8, "qkv": INT8}),
     ("nemotron-3", {"attn_v": "Q6_K", "token": "Q6_K", "": "Q4_K"},
      {"mamba_head_dim": 64, "mamba_num_heads": 8, "moe_intermediate_size": 256, "num_attention_heads": 8,
       "moe_shared_expert_intermediate_size": 512},
