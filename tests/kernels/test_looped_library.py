@@ -290,16 +290,17 @@ def test_a_product_of_tokens_in_bf16_loses_nothing_that_is_not_finite(wrong: flo
 
 @pytest.mark.parametrize("instructions", instruction_sets())
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("width", ["int8", "uint4", "q4_k", "q6_k"])
 def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
-    instructions: InstructionSet, wrong: float
+    instructions: InstructionSet, wrong: float, width: WeightDType
 ) -> None:
-    form = WeightFormat(dtype="int8", group=32, rounds_inputs=True)
-    codes, scales = groups.quantize(torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), 8, 32)
-    stored = torch.zeros(panels.code_panel_shape((40, 64), form), dtype=torch.uint8)
+    form = replace(form_of(width, 32), rounds_inputs=True)
+    codes, scales = encode(torch.randn(40, 256, generator=torch.Generator().manual_seed(0)), form)
+    stored = torch.zeros(panels.code_panel_shape((40, 256), form), dtype=torch.uint8)
     panels.fill_codes(load(instructions), stored, 0, codes, scales, form)
-    x = torch.ones(3, 64)
-    x[1, 40] = wrong
-    stack = panels.stack_of_codes(stored, 40, 64, form)
+    x = torch.ones(3, 256)
+    x[1, 40:44] = wrong  # a sum of several
+    stack = panels.stack_of_codes(stored, 40, 256, form)
     got = panels.linear(load(instructions), stack, x, None)
     assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
 

@@ -106,10 +106,11 @@ class PackedCodes {
         int32_t* to = to_ + index * stride_ * (2 + group_ / 4 * words_);
         const float scale = scale_of(x);
         const vec divisor = all(scale == 0.0f ? 1.0f : scale), magic = all(12582912.0f);  // 1.5 * 2^23: see simd.h
+        const bits kept = all_bits(std::isfinite(scale) ? ~0u : 0u);  // sums of what a NaN becomes would overflow
         int32_t codes[MOST_GROUP / 4];  // four to each, or two
         ints sums = {};
         for (int64_t i = 0; i < group_; i += W) {
-            const ints own = (ints)(load(x + i) / divisor + magic) - (ints)magic;
+            const ints own = (ints)((bits)((ints)(load(x + i) / divisor + magic) - (ints)magic) & kept);
             if (is_short_) store_shorts(reinterpret_cast<int16_t*>(codes) + i, own);
             else store_bytes(reinterpret_cast<char*>(codes) + i, own);
             sums += own;
