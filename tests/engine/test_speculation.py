@@ -736,12 +736,16 @@ def test_a_draft_model_that_a_grammar_refuses_is_asked_ever_more_rarely(monkeypa
     [
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; leave one of them out"),
         ({"speculative_model": "/nowhere"}, "/nowhere"),
+        ({"speculative_model": TINY_DRAFT_MODEL}, "a draft model needs the same vocabulary"),
         ({"speculative_model": TINY_DRAFT_MODEL, "tensor_parallel": 2}, "a draft model needs the same vocabulary"),
     ],
 )
-def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], reason: str) -> None:
+def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Before the prefix store's folder is taken: whoever keeps the error could not start again."""
+    disk = {"prefix_store": "64MiB", "prefix_dir": str(tmp_path / "store")}
     with pytest.raises(ValueError, match=reason):
-        LLM(TINY_MODEL, progress=False, **{"speculative_model": TINY_MODEL} | settings)
+        LLM(TINY_MODEL, progress=False, **{"speculative_model": TINY_MODEL} | disk | settings)
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(
