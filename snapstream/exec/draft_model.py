@@ -47,10 +47,12 @@ class _Held:
     drafted: list[int] = field(default_factory=list)
 
     def confirm(self, history: History) -> list[int]:
-        """Take drafted tokens that the sequence has into what is held; the tokens that are not held."""
+        """Take drafted tokens that the sequence has into what is held; the others, and always its last: what follows it
+        is drafted from its logits. It too may be a drafted one, where a grammar has ended a draft.
+        """
         behind = history.since(self.end).tolist()
         num_right = 0
-        for own, token in zip(self.drafted, behind, strict=False):
+        for own, token in zip(self.drafted, behind[:-1], strict=False):
             if own != token:
                 break
             num_right += 1

@@ -615,6 +615,21 @@ def test_a_draft_model_beside_all_that_rows_have(executor: str, tmp_path: Path) 
     assert outputs[0].timings.accepted_tokens > 5
 
 
+@pytest.mark.parametrize("executor", [EXECUTORS[0], "eager only"])
+@pytest.mark.usefixtures("no_lookup")
+def test_a_grammar_ends_before_what_a_draft_model_expects(executor: str) -> None:
+    """The step after the end is planned before the end is seen: the draft model holds all tokens of the row then."""
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    prompt = "The quick brown fox jumps over the lazy dog. " * 4
+    with LLM(TINY_MODEL, speculative_model=TINY_MODEL, max_rows=1, progress=False, **by(executor)) as llm:
+        (whole,) = llm.generate([prompt], params)
+        for count in range(3, 12):
+            text = llm.tokenizer.decode(whole.token_ids[:count])  # type: ignore[union-attr]
+            grammar = Grammar.regex(rf"(.|\n){{{len(text)}}}")
+            (output,) = llm.generate([prompt], replace(params, grammar=grammar))
+            assert (output.text, output.finish_reason) == (text, "stop")
+
+
 @pytest.mark.parametrize("executor", [*EXECUTORS, "eager only"])
 @pytest.mark.usefixtures("no_lookup")
 def test_a_draft_model_that_is_the_model_is_nearly_always_right(executor: str) -> None:
