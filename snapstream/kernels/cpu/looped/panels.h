@@ -385,6 +385,7 @@ constexpr int64_t BLOCK_K = 128;  // columns after which a tile lets the next to
 constexpr int64_t AHEAD = 4096;   // bytes
 constexpr int FEW = 4;            // fewer tokens are multiplied as fast as weights arrive
 // Bytes ahead that a tile asks for. Many tokens need them later: in the second cache, where more may wait.
+constexpr int64_t NEAR = 1024;  // and into the nearest cache
 constexpr int64_t ahead_of(int64_t tokens) { return tokens < FEW ? AHEAD : 2 * AHEAD; }
 
 // Tokens are packed in groups of nearly equal size: [group][column][token of the group].
@@ -447,7 +448,11 @@ struct Prefetch {
     template <int P, int LINES, int T>
     INLINE void ask(int64_t bytes) {
         UNROLL for (int p = 0; p < P; ++p)
-            UNROLL for (int i = 0; i < LINES; ++i) __builtin_prefetch(from + p * apart + i * 64, 0, T < FEW ? 3 : 2);
+            UNROLL for (int i = 0; i < LINES; ++i) {
+                const char* line = from + p * apart + i * 64;
+                __builtin_prefetch(line, 0, T < FEW ? 3 : 2);
+                if (T >= FEW) __builtin_prefetch(line - ahead_of(T) + NEAR, 0, 3);
+            }
         from += bytes;
     }
 };
