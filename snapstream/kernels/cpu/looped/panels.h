@@ -384,8 +384,9 @@ constexpr int wide(int tokens) { return W == 8 && tokens > 2 ? 2 : VECS < 4 ? VE
 constexpr int64_t BLOCK_K = 128;  // columns after which a tile lets the next tokens have the same weights
 constexpr int64_t AHEAD = 4096;   // bytes
 constexpr int FEW = 4;            // fewer tokens are multiplied as fast as weights arrive
-// Bytes ahead that a tile asks for. Many tokens need them later: in the second cache, where more may wait.
-constexpr int64_t NEAR = 1024;  // and into the nearest cache
+// Bytes ahead that a tile asks for. Many tokens need them later: in the second cache, where more may wait, and then NEAR
+// ahead in the first.
+constexpr int64_t NEAR = 1024;
 constexpr int64_t ahead_of(int64_t tokens) { return tokens < FEW ? AHEAD : 2 * AHEAD; }
 
 // Tokens are packed in groups of nearly equal size: [group][column][token of the group].
