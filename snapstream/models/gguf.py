@@ -1,9 +1,9 @@
 """GGUF files as models: their tensors under the names of safetensors. No torch.
 
 Quantized blocks that integers in groups of 32 hold exactly keep their values: Q4_0 as int4; Q8_0, Q5_0, IQ4_NL and Q4_0
-beside them as int8; Q4_1 as uint4, which has minimums; K-quants as they are. They appear here as ``pack-quantized``
-tensors (``checkpoint.py``), experts of gpt-oss as MXFP4. Other types are dequantized, by the ``gguf`` package, whose
-arithmetic is that of ggml. Files are mapped, and read slice by slice.
+beside them as int8; Q4_1 as uint4, which has minimums; K-quants and IQ types as they are. They appear here as
+``pack-quantized`` tensors (``checkpoint.py``), experts of gpt-oss as MXFP4. Other types are dequantized, by the
+``gguf`` package, whose arithmetic is that of ggml. Files are mapped, and read slice by slice.
 """
 
 from __future__ import annotations
@@ -727,9 +727,8 @@ def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any
         if bits == 2:
             return upper.view(numpy.uint8)
         low = fours & each * numpy.uint32(15)
-        return numpy.concatenate((low[..., ::2] | low[..., 1::2] << numpy.uint32(4), upper[..., None]), -1).view(
-            numpy.uint8
-        )
+        halves = low[..., ::2] | low[..., 1::2] << numpy.uint32(4)
+        return numpy.concatenate((halves, upper[..., None]), -1).view(numpy.uint8)
     if bits == 8:
         return codes
     both = numpy.ascontiguousarray(codes).view(numpy.uint16)  # little-endian: the first in the lower byte
