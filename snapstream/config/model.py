@@ -57,7 +57,6 @@ class MoEConfig:
     shared_scale: float = 1.0  # of the output of the shared experts
     has_bias: bool = False  # a correction of the scores, for the choice alone (DeepSeek-V3, arXiv 2412.19437, 2.1.2)
     chooses_by_logits: bool = False  # by logits, which are corrected, not by scores
-    has_logit_bias: bool = False  # the router's logits have a bias
     has_shared_gate: bool = False  # the output of the shared experts is times a learned sigmoid of the token
     has_expert_biases: bool = False  # gate, up and down of every expert have biases
     is_beside_mlp: bool = False  # they run next to every layer's MLP, and the router has its own norm (Gemma 4)

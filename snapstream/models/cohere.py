@@ -203,7 +203,7 @@ def _phimoe_settings(settings: Settings) -> Settings:
 def _phimoe(settings: Settings) -> Recipe:
     moe = read_experts(
         settings, "num_local_experts", inner="intermediate_size", scoring="sparsemixer",
-        jitter=number(settings, "router_jitter_noise", above=-1e-9), has_logit_bias=True,
+        jitter=number(settings, "router_jitter_noise", above=-1e-9),
     )  # fmt: skip
     own, has_head_bias = _biased({**settings, "mlp_bias": False}), flag(settings, "lm_head_bias")
     return {**own, **windows_of_all_layers(settings), "has_head_bias": has_head_bias, "moe": moe}

@@ -13,10 +13,7 @@ from snapstream.models.tensors import TensorSpec, TensorSpecs, attention_tensors
 
 def _recipe(settings: Settings) -> Recipe:
     """The router's choice is a softmax over the chosen logits: that over all of them, made to add up to 1."""
-    moe = read_experts(
-        settings, "num_local_experts", inner="intermediate_size", normalise=True, has_logit_bias=True,
-        has_expert_biases=True,
-    )  # fmt: skip
+    moe = read_experts(settings, "num_local_experts", inner="intermediate_size", normalise=True, has_expert_biases=True)
     windows = windows_by_type(settings, lambda layer: layer % 2 == 0)
     return {**attention_biases(settings), **windows, "has_sinks": True, "moe": moe, "clamps": oai_clamps(settings)}
 
