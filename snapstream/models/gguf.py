@@ -440,6 +440,7 @@ def _orders(model: Model) -> dict[str, tuple[Order, Order]]:
 
 _ROWS_AT_A_TIME = 2**20  # numbers that are dequantized at once
 _BYTES_AT_A_TIME = 2**17  # of blocks whose integers are taken apart at once
+_MOST_THREADS = 8  # that do so: between two operations of numpy each needs the interpreter
 
 
 class Shard:
@@ -487,7 +488,7 @@ class Shard:
         rows = data.reshape(-1, data.shape[-1])
         step = max(_BYTES_AT_A_TIME // rows.shape[1], 1)
         chunks = [rows[start : start + step] for start in range(0, len(rows), step)]
-        with ThreadPoolExecutor(min(num_cores(), len(chunks))) as pool:
+        with ThreadPoolExecutor(min(num_cores(), _MOST_THREADS, len(chunks))) as pool:
             parts = [*pool.map(partial(self._integers, view, kind), chunks)]
         return numpy.concatenate(parts).reshape(*data.shape[:-1], *parts[0].shape[1:])
 

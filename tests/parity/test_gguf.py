@@ -200,8 +200,11 @@ QUICK = {
     21,
     22,
     23,
+    24,
     25,
     26,
+    28,
+    29,
 }  # without the slow tests: one of each family, and each way to read a tensor
 
 
