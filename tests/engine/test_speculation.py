@@ -756,7 +756,7 @@ def test_a_draft_model_that_a_grammar_refuses_is_asked_ever_more_rarely(monkeypa
     ],
 )
 def test_a_draft_model_that_cannot_be_used_is_refused(settings: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    """Before the prefix store's folder is taken: whoever keeps the error could not start again."""
+    """Before the prefix store's folder is taken: a caller that keeps the error could not start again."""
     disk = {"prefix_store": "64MiB", "prefix_dir": str(tmp_path / "store")}
     with pytest.raises(ValueError, match=reason):
         LLM(TINY_MODEL, progress=False, **{"speculative_model": TINY_MODEL} | disk | settings)

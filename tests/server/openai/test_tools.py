@@ -138,17 +138,17 @@ def test_a_call_that_was_cut_can_be_sent_back() -> None:
     async def run() -> None:
         engine = FakeEngine(answer=GET)
         async with template_client(engine, tool_parser="hermes") as http:
-            wish = {"messages": HI, "tools": TOOLS, "stop": ["rld"]}
-            message = (await http.post("/v1/chat/completions", json=wish)).json()["choices"][0]["message"]
+            body = {"messages": HI, "tools": TOOLS, "stop": ["rld"]}
+            message = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
             call = message["tool_calls"][0]
             assert call["function"]["arguments"] == '{"a": "wö'
             output = {"role": "tool", "tool_call_id": call["id"], "content": "The call was cut."}
-            again = await http.post("/v1/chat/completions", json={**wish, "messages": [*HI, message, output]})
+            again = await http.post("/v1/chat/completions", json={**body, "messages": [*HI, message, output]})
             assert again.status_code == 200, again.text
             assert f'get({{"a": "wö"}})\ntool: The call was cut. for {call["id"]}' in prompt_of(engine)
             for arguments in ('{"a": 1}{"a": 2}', "a", '{"a" 1', '"a', '{"a": "\\ud800"}'):
                 call["function"]["arguments"] = arguments
-                refused = await http.post("/v1/chat/completions", json={**wish, "messages": [*HI, message, output]})
+                refused = await http.post("/v1/chat/completions", json={**body, "messages": [*HI, message, output]})
                 error = error_of(refused, 400)
                 assert error["message"].startswith("messages[1].tool_calls[0].function.arguments"), arguments
 

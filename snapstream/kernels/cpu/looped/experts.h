@@ -1,8 +1,8 @@
 // A mixture of experts in the place of a layer's MLP: norm; the router's scores, with gate and up of the shared
 // experts; the choice, which in small batches is made by the thread that scores last; gate and up of the chosen;
 // activation, fused with them where both are whole panels; down and the weighted sum. Between two projections experts
-// read and give fewer numbers: the first is computed with the scores, the second with the shared experts. The choice is the formula of
-// route() in ../../../models/layers.py.
+// read and give fewer numbers: the first is computed with the scores, the second with the shared experts. The choice
+// is the formula of route() in ../../../models/layers.py.
 //
 // The chosen matrices are read where they lie, once for all tokens that chose them. Invariant: batch-invariant: a
 // token's experts are summed in the order of its own choice, the shared ones after them.

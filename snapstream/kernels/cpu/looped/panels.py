@@ -3,8 +3,8 @@
 A panel is 32 rows, whose columns follow each other in units of a few. Floats are ``[..., panels, units, 32, columns of
 a unit]``; integers (reference: ``groups.py``) are uint8 ``[..., panels, blocks, bytes]``, of a block the scales of
 32 rows in fp16, then units of 128 bytes, four for each row: int8 as four columns, int4 as eight, column b in the lower
-half of byte b and column 4 + b in the upper. int6 is in ``panels.h``. MXFP4 is int4 with scales of a byte; uint4
-has 32 minimums after the scales. Rows and columns that a matrix does not have are zero.
+half of byte b and column 4 + b in the upper. MXFP4 is int4 with scales of a byte; uint4 has 32 minimums after the
+scales. K-quants and IQ types are in ``panels.h``. Rows and columns that a matrix does not have are zero.
 """
 
 from __future__ import annotations
