@@ -104,6 +104,11 @@ class WeightFormat:
         return self.dtype in ("uint4", "q2_k", "q4_k", "q5_k")
 
     @property
+    def has_packed_scales(self) -> bool:
+        """Whether the scale and the minimum of a group are one byte."""
+        return self.dtype == "q2_k"
+
+    @property
     def block(self) -> int:
         """Numbers along the input that cannot be stored apart."""
         return K_BLOCK if self.is_k_quant else self.group
@@ -117,7 +122,7 @@ class WeightFormat:
     def scale_bytes(self) -> int:
         """Of a block: scales, minimums and factors."""
         if self.is_k_quant:
-            return self.factor_bytes + K_BLOCK // self.group * (1 + self.has_minimums)
+            return self.factor_bytes + K_BLOCK // self.group * (1 + (self.has_minimums and not self.has_packed_scales))
         return 1 if self.is_mxfp4 else SCALE_BYTES * (1 + self.has_minimums)
 
     def scales_shape(self, num_in: int) -> tuple[int, ...]:

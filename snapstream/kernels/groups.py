@@ -89,8 +89,8 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 # K-quants of llama.cpp, with codes and scales in another order. A block of 256 numbers has an fp16 factor of its
-# scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, each times
-# its factor. A number is ``(code - offset) * scale + minimum``; codes of IQ types are places in a table.
+# scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, or four bits of
+# a byte for each (Q2_K), times its factor. A number is ``(code - offset) * scale + minimum``; codes of IQ types are places in a table.
 _K_OFFSETS = {"q3_k": 8, "q6_k": 32}
 _K_CODES = {"q2_k": (0, 3), "q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
 
@@ -99,7 +99,9 @@ def k_scales(scales: Tensor, form: WeightFormat) -> list[Tensor]:
     """Scales ``[..., in / group]`` fp32, and minimums if there are any, of ``scales [..., in / 256, n]`` uint8."""
     factors = scales[..., : form.factor_bytes].contiguous().view(SCALE_DTYPE).float()  # [..., blocks, 1 or 2]
     factors *= IQ_UNITS.get(form.dtype, 1.0)
-    own = scales[..., form.factor_bytes :].view(torch.int8).float().unflatten(-1, (factors.shape[-1], -1))
+    own = scales[..., form.factor_bytes :]
+    own = torch.cat((own & 15, own >> 4), -1) if form.has_packed_scales else own
+    own = own.view(torch.int8).float().unflatten(-1, (factors.shape[-1], -1))
     return [line.flatten(-2) for line in (own * factors[..., None]).unbind(-2)]
 
 
@@ -128,14 +130,19 @@ def quantize_k(x: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor]:
     least, most = _K_CODES.get(form.dtype, (0, 0))
     if form.has_minimums:
         low, high = groups.aminmax(dim=-1)
+        low = low.clamp(max=0.0) if form.has_packed_scales else low  # a factor has one sign
         wanted = [over(high - low, most), low]
     else:
         wanted = [over(_largest(groups), IQ_NUMBERS[form.dtype][0] if len(table) else least - offset)]
     blocks = torch.stack(wanted, -2).unflatten(-1, (-1, form.block // form.group)).movedim(-3, -2)
     unit = IQ_UNITS.get(form.dtype, 1.0)
-    factors = over(blocks.abs().amax(-1), 127 * unit).to(SCALE_DTYPE)  # [..., blocks, 1 or 2]
+    largest = 15 if form.has_packed_scales else 127
+    factors = over(blocks.abs().amax(-1), largest * unit).to(SCALE_DTYPE)  # [..., blocks, 1 or 2]
+    if form.has_packed_scales:
+        factors[..., 1].neg_()
     divisor = torch.where(factors == 0, torch.inf, factors.float() * unit)[..., None]
-    own = (blocks / divisor).round_().clamp_(-127, 127).to(torch.int8)
+    own = (blocks / divisor).round_().clamp_(-largest, largest).to(torch.int8)
+    own = own[..., :1, :] | own[..., 1:, :] << 4 if form.has_packed_scales else own
     scales = torch.cat((factors.view(torch.uint8), own.flatten(-2).view(torch.uint8)), -1)
     lines = [line[..., None] for line in k_scales(scales, form)]
     numbers = (groups - lines[1] if form.has_minimums else groups) / torch.where(lines[0] == 0, torch.inf, lines[0])

@@ -609,8 +609,7 @@ def scales_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     factors = blocks[..., : form.factor_bytes]
     match kind:
         case "Q2_K":
-            own, factors = blocks[..., :16], blocks[..., 80:]
-            scales = numpy.concatenate((own & 15, _negative(own >> 4)), -1)
+            scales, factors = blocks[..., :16], blocks[..., 80:] ^ numpy.array((0, 0, 0, 128), numpy.uint8)
         case "Q3_K":
             factors = blocks[..., 108:]
             scales = (_bits(blocks[..., 96:104], 8, 4) | _bits(blocks[..., 104:108], 4, 2) << 4) - numpy.uint8(32)

@@ -185,12 +185,13 @@ struct Places : Nibbles {  // in a table
 
 // K-quants and IQ types of GGUF files, with their own integers. The head of 256 columns has an fp16 factor of each row, with
 // MINIMUM a second one, and then a signed byte per row and OWN_GROUP columns, 32 rows after 32: times the first factor it
-// is their scale. As many bytes times the second factor are minimums: number = (stored - offset) * scale + minimum.
-template <class Own, int OWN_GROUP, bool MINIMUM>
+// is their scale. As many bytes times the second factor are minimums: number = (stored - offset) * scale + minimum. PACKED:
+// both are one byte, the scale its lower four bits.
+template <class Own, int OWN_GROUP, bool MINIMUM, bool PACKED = false>
 struct Blocks : Own {
     using Own::Own;
     static constexpr int BLOCK = 256, GROUP = OWN_GROUP, SUBS = BLOCK / GROUP;
-    static constexpr int FACTORS = 2 * PANEL * (1 + MINIMUM), HEAD = FACTORS + SUBS * PANEL * (1 + MINIMUM);
+    static constexpr int FACTORS = 2 * PANEL * (1 + MINIMUM), HEAD = FACTORS + SUBS * PANEL * (1 + (MINIMUM && !PACKED));
     static constexpr bool IS_QUICK = false, HAS_MINIMUM = MINIMUM;
     struct Line {
         vec factor, minimum;
@@ -203,12 +204,12 @@ struct Blocks : Own {
         return line;
     }
     INLINE Line scale(const Line& factors, const char* head, int v, int sub) const {
-        const auto times = [&](vec factor, int at) {
-            return factor * __builtin_convertvector(load_bytes(head + FACTORS + at * PANEL + v * W), vec);
-        };
-        Line line{times(factors.factor, sub), {}};
-        if constexpr (MINIMUM) line.minimum = times(factors.minimum, SUBS + sub);
-        return line;
+        const auto number = [&](int at) { return load_bytes(head + FACTORS + at * PANEL + v * W); };
+        const auto times = [](vec factor, ints number) { return factor * __builtin_convertvector(number, vec); };
+        const ints own = number(sub);
+        if constexpr (PACKED) return {times(factors.factor, own & 15), times(factors.minimum, (own >> 4) & 15)};
+        else if constexpr (MINIMUM) return {times(factors.factor, own), times(factors.minimum, number(SUBS + sub))};
+        else return Line{times(factors.factor, own), vec{}};
     }
     INLINE Line scale(const char* head, int v, int sub) const { return scale(factors(head, v), head, v, sub); }
     template <class Unit>
@@ -219,7 +220,7 @@ struct Blocks : Own {
         else return number;
     }
 };
-using BlocksQ2 = Blocks<Crumbs, 16, true>;
+using BlocksQ2 = Blocks<Crumbs, 16, true, true>;
 using BlocksQ3 = Blocks<SignedNibbles, 16, false>;
 using BlocksQ4 = Blocks<Nibbles, 32, true>;
 using BlocksQ5 = Blocks<SplitCodes<1, 0>, 32, true>;
@@ -230,8 +231,8 @@ using Places32 = Blocks<Places, 32, false>;
 // Into how many parts with a scale each the columns behind a head fall.
 template <class Form>
 constexpr int SUBS = 1;
-template <class Own, int GROUP, bool MINIMUM>
-constexpr int SUBS<Blocks<Own, GROUP, MINIMUM>> = Blocks<Own, GROUP, MINIMUM>::SUBS;
+template <class Own, int GROUP, bool MINIMUM, bool PACKED>
+constexpr int SUBS<Blocks<Own, GROUP, MINIMUM, PACKED>> = Blocks<Own, GROUP, MINIMUM, PACKED>::SUBS;
 
 template <class Form>
 INLINE Form form_of(const Stack& stack) {

@@ -40,9 +40,9 @@ struct Quads {
     static constexpr bool IS_MXFP4 = std::is_same_v<Form, Mxfp4>;
 };
 
-template <class Own, int OWN_GROUP, bool MINIMUM>
-struct Quads<Blocks<Own, OWN_GROUP, MINIMUM>> {
-    using Form = Blocks<Own, OWN_GROUP, MINIMUM>;
+template <class Own, int OWN_GROUP, bool MINIMUM, bool PACKED>
+struct Quads<Blocks<Own, OWN_GROUP, MINIMUM, PACKED>> {
+    using Form = Blocks<Own, OWN_GROUP, MINIMUM, PACKED>;
     explicit Quads(const Stack& stack) : form(form_of<Form>(stack)) {}
     static constexpr int COUNT = Form::COLS / 4, GROUP = OWN_GROUP;
     static constexpr bool IS_SPLIT = Own::IS_SPLIT;
