@@ -89,8 +89,9 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 # K-quants of llama.cpp, with codes and scales in another order. A block of 256 numbers has an fp16 factor of its
-# scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, or four bits of
-# a byte for each (Q2_K), times its factor. A number is ``(code - offset) * scale + minimum``; codes of IQ types are places in a table.
+# scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, each times
+# its factor; of Q2_K one byte has both, of four bits without a sign. A number is ``(code - offset) * scale + minimum``;
+# codes of IQ types are places in a table.
 _K_OFFSETS = {"q3_k": 8, "q6_k": 32}
 _K_CODES = {"q2_k": (0, 3), "q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
 
