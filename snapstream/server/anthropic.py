@@ -18,22 +18,20 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, body_schema, object_of
-from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
-from snapstream.server.openai.generation import Step, new_usage, prepare_chat, prompt_ids, run, stream
+from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, Event, Reasoning
+from snapstream.server.openai.generation import EventAnswer, Json, PreparedChat, prepare_chat, prompt_ids, respond
 from snapstream.server.openai.protocol import (
     STATE,
     Body,
@@ -48,7 +46,7 @@ from snapstream.server.openai.protocol import (
     parse,
     string_of,
 )
-from snapstream.server.openai.state import AnswerContext, ServerState, Usage
+from snapstream.server.openai.state import AnswerContext, ServerState
 from snapstream.types import FinishReason
 
 # Field -> values besides null that change nothing.
@@ -341,7 +339,6 @@ def _kind(block: Any) -> Any:
     return block.get("type") if isinstance(block, Mapping) else None
 
 
-Json = dict[str, Any]
 B = TypeVar("B", bound=CountBody)
 
 
@@ -372,18 +369,8 @@ async def _messages(server: ServerState, data: dict[str, Any], context: AnswerCo
     body = _parsed(server, MessagesBody, data)
     check_count("max_tokens", body.max_tokens, 1)
     chat = _as_chat(body).model_copy(update={"stop": body.stop_sequences, **_sampling(body)})
-    prepared = await prepare_chat(server, chat, f"msg_{context.answer_id}", context.namespace)
-    answer = MessageAnswer(
-        message_id=prepared.request.request_id,
-        model=prepared.model,
-        reader=prepared.reader(),
-        writer=BlockWriter(),
-        usage=new_usage(server, [prepared.request], prepared.compression, context),
-    )
-    steps = run(server, [prepared.request], context)
-    if not body.stream:
-        return Response(to_json(await answer.whole(steps)), media_type="application/json")
-    return await stream(server, answer.events(steps), context, end=b"")
+    answer = MessageAnswer(await prepare_chat(server, chat, "msg_", context))
+    return await respond(server, answer, context, is_streamed=body.stream, end=b"")
 
 
 async def _count(server: ServerState, data: dict[str, Any]) -> Response:
@@ -506,69 +493,49 @@ def _signed(signature: str) -> Json:
     return {"type": "signature_delta", "signature": signature}
 
 
-@dataclass
-class MessageAnswer:
-    message_id: str
-    model: str
-    reader: AnswerReader
-    writer: BlockWriter
-    usage: Usage
-    _stop_reason: str | None = None
-    _stop_sequence: str | None = None
+class MessageAnswer(EventAnswer):
+    def __init__(self, prepared: PreparedChat) -> None:
+        super().__init__(prepared)
+        self._head = {
+            "id": prepared.request.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": prepared.model,
+        }
+        self._writer = BlockWriter()
+        self._ending: Json = {"stop_reason": None, "stop_sequence": None}
 
-    async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
-        async with aclosing(self.events(steps)) as events:
-            async for _ in events:
-                pass
-        return {**self._message(self.writer.blocks), "snapstream": self.usage.metadata}
+    @property
+    def result(self) -> Json:
+        return {**self._message(self._writer.blocks), "snapstream": self.usage.metadata}
 
-    async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
-        has_started = False
-        async with aclosing(steps):
-            async for prompt, delta in steps:
-                self.usage.take(prompt, delta)
-                if not has_started:
-                    has_started = True
-                    yield {"type": "message_start", "message": self._message([])}
-                    yield {"type": "ping"}
-                for sample in delta.samples:
-                    for event in self._take(sample):
-                        yield event
-        ending = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        yield {"type": "message_delta", "delta": ending, "usage": self._usage(), "snapstream": self.usage.metadata}
-        yield {"type": "message_stop"}
+    def start(self) -> list[Json]:
+        return [{"type": "message_start", "message": self._message([])}, {"type": "ping"}]
 
-    def _take(self, sample: SampleDelta) -> list[Json]:
-        usage = self.usage
-        usage.completion_tokens += len(sample.token_ids)
-        usage.count(0, 0, sample)
-        events = self.writer.take(self.reader.take(sample))
-        usage.reasoning_tokens = self.reader.num_reasoning_tokens
+    def take(self, sample: SampleDelta, read: list[Event]) -> list[Json]:
+        events = self._writer.take(read)
         if sample.finish_reason is None:
             return events
         self._end(sample)
-        return events + self.writer.close()
+        return events + self._writer.close()
+
+    def end(self) -> list[Json]:
+        about = {"usage": self._usage(), "snapstream": self.usage.metadata}
+        return [{"type": "message_delta", "delta": self._ending, **about}, {"type": "message_stop"}]
 
     def _end(self, sample: SampleDelta) -> None:
+        sequence = None
         if sample.finish_reason is not FinishReason.STOP:
-            self._stop_reason = "max_tokens"  # also if a grammar could not be completed
+            reason = "max_tokens"  # also if a grammar could not be completed
         elif isinstance(sample.stop_reason, str):
-            self._stop_reason, self._stop_sequence = "stop_sequence", sample.stop_reason
+            reason, sequence = "stop_sequence", sample.stop_reason
         else:
-            self._stop_reason = "tool_use" if self.reader.has_calls else "end_turn"
-        self.usage.ends[0] = {"finish_reason": self._stop_reason, "stop_reason": sample.stop_reason}
+            reason = "tool_use" if self.reader.has_calls else "end_turn"
+        self._ending = {"stop_reason": reason, "stop_sequence": sequence}
+        self.usage.ends[0] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
 
     def _message(self, blocks: list[Json]) -> Json:
-        return {
-            "id": self.message_id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": blocks,
-            "stop_reason": self._stop_reason,
-            "stop_sequence": self._stop_sequence,
-            "usage": self._usage(),
-        }
+        return {**self._head, "content": blocks, **self._ending, "usage": self._usage()}
 
     def _usage(self) -> Json:
         """In this API cached tokens are not part of the input tokens."""

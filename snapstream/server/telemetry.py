@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from snapstream.server.engine.api import EngineStats, RequestDelta
 from snapstream.server.http.connections import REASONS, ConnectionGuard
 from snapstream.server.http.errors import Middleware
-from snapstream.types import FinishReason
+from snapstream.types import FinishReason, Request
 
 OURS, THEIRS = "snapstream:", "vllm:"
 Values = Mapping[Any, float]  # by the values of further labels, a tuple
@@ -207,10 +207,10 @@ class RequestTimes:
 class RequestWatch:
     """Measures one prompt: ``see`` each delta, ``end`` once."""
 
-    def __init__(self, metrics: Metrics, *, num_prompt: int, num_samples: int, arrived_at: float) -> None:
+    def __init__(self, metrics: Metrics, request: Request, arrived_at: float) -> None:
         self._metrics = metrics
-        self._times = RequestTimes(arrived_at=arrived_at, num_prompt=num_prompt)
-        self._num_open = num_samples
+        self._times = RequestTimes(arrived_at=arrived_at, num_prompt=request.num_prompt_tokens)
+        self._num_open = request.sampling.n
         self._last_token_at: float | None = None
 
     def see(self, delta: RequestDelta) -> None:

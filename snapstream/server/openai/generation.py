@@ -10,17 +10,18 @@ API, except that a chat answer may fill max_model_len.
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from time import monotonic
 from typing import Any, cast
 
 from fastapi import Response
+from pydantic_core import to_json
 
 from snapstream.config import InvalidValue, KVBudget, Selector, make_selector
 from snapstream.engine.validate import check_request
-from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta
+from snapstream.server.engine.api import EngineDead, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value, not_finite
 from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.http.requests import DONE, EventStream
@@ -28,8 +29,7 @@ from snapstream.server.openai.answer_reader import (
     TAGS,
     AnswerReader,
     AnswerStart,
-    Tags,
-    ToolCallParser,
+    Event,
     allow_reasoning,
     find_answer_start,
     unused_options,
@@ -46,7 +46,7 @@ from snapstream.server.openai.protocol import (
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import plan_answer, template_tools, tools_of
 from snapstream.server.options import ServerSettings
-from snapstream.server.telemetry import Metrics, RequestWatch
+from snapstream.server.telemetry import RequestWatch
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.startup.resolve import resolve_budget
 from snapstream.types import (
@@ -60,6 +60,7 @@ from snapstream.types import (
     SamplingParams,
 )
 
+Json = dict[str, Any]
 COMPLETION_MAX_TOKENS = 16  # the OpenAI API's own default for /v1/completions
 
 # Fields of ``SamplingParams`` with the same name in the API; null is the default.
@@ -263,23 +264,24 @@ Step = tuple[int, RequestDelta]  # index of the prompt, its delta
 
 
 async def run_prompts(
-    engine: AsyncEngine, metrics: Metrics, requests: Sequence[Request], arrived_at: float, *, max_at_once: int
+    server: ServerState, requests: Sequence[Request], context: AnswerContext
 ) -> AsyncGenerator[Step, None]:
     """Deltas of all prompts in order of arrival. ValueError, QueueFull, EngineDead as in ``engine/api.py``.
 
-    At most ``max_at_once`` prompts are submitted at a time: more would only fill the queue for other requests. Closing
-    or cancelling it closes every engine iterator, which frees every row.
+    At most as many prompts as there are rows are submitted at a time: more would only fill the queue for other
+    requests. Closing or cancelling it closes every engine iterator, which frees every row.
     """
+    requests = [replace(request, namespace=context.namespace) for request in requests]
     if len(requests) == 1:  # the common case needs no tasks
-        async with aclosing(_run(engine, metrics, requests[0], arrived_at)) as deltas:
+        async with aclosing(_run(server, requests[0], context.arrived_at)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
     queue: asyncio.Queue[Step | Exception] = asyncio.Queue()
     waiting = iter(enumerate(requests))  # the tasks take from it in turn
     tasks = [
-        asyncio.create_task(_run_waiting(engine, metrics, waiting, arrived_at, queue))
-        for _ in range(min(len(requests), max_at_once))
+        asyncio.create_task(_run_waiting(server, waiting, context.arrived_at, queue))
+        for _ in range(min(len(requests), server.metadata.engine.max_rows))
     ]
     num_open = len(requests)
     try:
@@ -296,8 +298,7 @@ async def run_prompts(
 
 
 async def _run_waiting(
-    engine: AsyncEngine,
-    metrics: Metrics,
+    server: ServerState,
     waiting: Iterator[tuple[int, Request]],
     arrived_at: float,
     queue: asyncio.Queue[Step | Exception],
@@ -305,7 +306,7 @@ async def _run_waiting(
     """Put the deltas of one prompt after the other into the queue, until none is left."""
     try:
         for index, request in waiting:
-            async with aclosing(_run_retrying(engine, metrics, index, request, arrived_at)) as deltas:
+            async with aclosing(_run_retrying(server, index, request, arrived_at)) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((index, delta))
     except Exception as error:
@@ -313,13 +314,13 @@ async def _run_waiting(
 
 
 async def _run_retrying(
-    engine: AsyncEngine, metrics: Metrics, index: int, request: Request, arrived_at: float
+    server: ServerState, index: int, request: Request, arrived_at: float
 ) -> AsyncGenerator[RequestDelta, None]:
     """One prompt. A full queue refuses the first one, and so the whole HTTP request, at once; later ones wait."""
     delay = RETRY_S
     while True:
         try:
-            async with aclosing(_run(engine, metrics, request, arrived_at)) as deltas:
+            async with aclosing(_run(server, request, arrived_at)) as deltas:
                 async for delta in deltas:
                     yield delta
             return
@@ -330,48 +331,34 @@ async def _run_retrying(
             delay = min(2 * delay, MAX_RETRY_S)
 
 
-async def _run(
-    engine: AsyncEngine, metrics: Metrics, request: Request, arrived_at: float
-) -> AsyncGenerator[RequestDelta, None]:
-    watch: RequestWatch | None = None
-    is_finished, open_reason = False, FinishReason.ABORT
+async def _run(server: ServerState, request: Request, arrived_at: float) -> AsyncGenerator[RequestDelta, None]:
+    watch = RequestWatch(server.metrics, request, arrived_at)
+    is_counted, open_reason = False, FinishReason.ABORT
     try:
-        iterator = cast("AsyncGenerator[RequestDelta, None]", engine.generate(request))
+        iterator = cast("AsyncGenerator[RequestDelta, None]", server.engine.generate(request))
         async with aclosing(iterator) as deltas:
-            # The request counts from here on; if it is refused, the first step raises.
-            async for delta in deltas:
-                if watch is None:
-                    watch = _watch(metrics, request, arrived_at)
+            async for delta in deltas:  # if the request is refused, the first step raises
+                is_counted = True
                 if any(sample.finish_reason is FinishReason.ABORT for sample in delta.samples):
                     raise EngineDead("the engine ended the request before its answer was complete")
                 watch.see(delta)
                 for sample in delta.samples:
                     if sample.finish_reason is FinishReason.ERROR:
                         raise not_finite() if sample.stop_reason == NOT_FINITE else not_followed(sample.stop_reason)
-                is_finished = is_finished or delta.is_finished
                 yield delta
-                if is_finished:
+                if delta.is_finished:
                     return
         raise EngineDead("the engine's answer ended early")
     except (QueueFull, ValueError):
         raise
     except BaseException as error:
-        watch = watch or _watch(metrics, request, arrived_at)
+        is_counted = True
         if isinstance(error, Exception):  # not a disconnect
             open_reason = FinishReason.ERROR
         raise
     finally:
-        if watch is not None:
+        if is_counted:
             watch.end(open_reason)
-
-
-def _watch(metrics: Metrics, request: Request, arrived_at: float) -> RequestWatch:
-    return RequestWatch(
-        metrics,
-        num_prompt=request.num_prompt_tokens,
-        num_samples=request.sampling.n,
-        arrived_at=arrived_at or monotonic(),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,18 +367,13 @@ class PreparedChat:
 
     model: str  # the served name that the request means
     request: Request
-    compression: PromptCompression | None
+    usage: Usage
     beginning: AnswerStart
-    tags: Tags
-    closing_id: int | None  # the token that ends reasoning, if it is one
-    make_calls: Callable[[], ToolCallParser] | None  # for each choice; None: calls are text
-
-    def reader(self) -> AnswerReader:
-        return AnswerReader(self.beginning, self.tags, self.closing_id, self.make_calls and self.make_calls())
+    make_reader: Callable[[], AnswerReader]  # for each choice
 
 
-async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, namespace: str) -> PreparedChat:
-    """A conversation of a caller in ``namespace`` as a request; ApiError for what cannot be served."""
+async def prepare_chat(server: ServerState, body: ChatBody, kind: str, context: AnswerContext) -> PreparedChat:
+    """A conversation as a request; ``kind`` begins its id. ApiError for what cannot be served."""
     model = server.require_model(body.model)
     plan = plan_answer(body, server.call_format, server.texts, template_has_tools=server.template_has_tools)
     server.ignored.note(unused_options(server.template, body))
@@ -404,14 +386,14 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         await server.require_grammar(plan.grammar, plan.grammar_param)
     report = None
     if compression is not None:
-        report = await left_uncompressed(server, body, compression, namespace, has_tools=plan.has_tools)
+        report = await left_uncompressed(server, body, compression, context.namespace, has_tools=plan.has_tools)
         if report is None:
             messages, tools = await server.prompts.conversation(body.messages), template_tools(body.tools)
             messages, report = await server.compression.compress(
                 messages,
                 compression,
                 tools if plan.has_tools else None,
-                namespace,
+                context.namespace,
                 is_requested=body.prompt_compression is not None,
             )
             body = body.model_copy(update={"messages": messages})
@@ -429,7 +411,7 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
             await server.require_grammar(grammar, plan.grammar_param)
             options = replace(options, sampling=replace(options.sampling, grammar=grammar))
     request = make_request(
-        answer_id,
+        kind + context.answer_id,
         ids,
         options,
         server.metadata,
@@ -438,14 +420,13 @@ async def prepare_chat(server: ServerState, body: ChatBody, answer_id: str, name
         prompt_compression=None if report is None else report.summary(len(ids)),
     )
     check_answer_size([request], server.metadata, server.settings)
+    closing_id = server.texts.id_of(tags.closing)
     return PreparedChat(
         model=model,
         request=request,
-        compression=compression,
+        usage=new_usage(server, [request], compression, context),
         beginning=beginning,
-        tags=tags,
-        closing_id=server.texts.id_of(tags.closing),
-        make_calls=plan.make_parser,
+        make_reader=lambda: AnswerReader(beginning, tags, closing_id, plan.make_parser and plan.make_parser()),
     )
 
 
@@ -484,30 +465,92 @@ def new_usage(
     return context.usage
 
 
-def run(server: ServerState, requests: Sequence[Request], context: AnswerContext) -> AsyncGenerator[Step, None]:
-    """The engine's steps; nothing runs before the first is asked for."""
-    max_rows = server.metadata.engine.max_rows
-    requests = [replace(request, namespace=context.namespace) for request in requests]
-    return run_prompts(server.engine, server.metrics, requests, context.arrived_at, max_at_once=max_rows)
+class Answer(ABC):
+    """The answer to one HTTP request as it grows, in the form of its API."""
+
+    usage: Usage
+
+    @abstractmethod
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:
+        """The body of an answer that is not streamed, as JSON."""
+
+    @abstractmethod
+    def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
+        """What is streamed."""
 
 
-async def stream(
+class EventAnswer(Answer):
+    """An answer of one choice whose events add up to it: what Messages and Responses have in common."""
+
+    def __init__(self, prepared: PreparedChat) -> None:
+        self.usage = prepared.usage
+        self.reader = prepared.make_reader()
+
+    @property
+    @abstractmethod
+    def result(self) -> Json:
+        """The whole answer."""
+
+    @abstractmethod
+    def start(self) -> list[Json]:
+        """The first events."""
+
+    @abstractmethod
+    def take(self, sample: SampleDelta, read: list[Event]) -> list[Json]:
+        """The events of a delta, whose text was ``read``."""
+
+    @abstractmethod
+    def end(self) -> list[Json]:
+        """The last events."""
+
+    async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:
+        async with aclosing(self.events(steps)) as events:
+            async for _ in events:
+                pass
+        return to_json(self.result)
+
+    async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
+        has_started = False
+        async with aclosing(steps):
+            async for prompt, delta in steps:
+                self.usage.take(prompt, delta)
+                for event in () if has_started else self.start():
+                    yield event
+                has_started = True
+                for sample in delta.samples:
+                    self.usage.count(0, 0, sample)
+                    read = self.reader.take(sample)
+                    self.usage.reasoning_tokens = self.reader.num_reasoning_tokens
+                    for event in self.take(sample, read):
+                        yield event
+        for event in self.end():
+            yield event
+
+
+async def respond(
     server: ServerState,
-    items: AsyncGenerator[Any, None],
+    answer: Answer,
     context: AnswerContext,
-    fault_item: Callable[[ApiError], dict[str, Any]] | None = None,
+    *,
+    is_streamed: bool | None,
+    fault_item: Callable[[ApiError], Json] | None = None,
     end: bytes = DONE,
 ) -> Response:
-    """A streamed answer. It begins with the first item; an error before that has its own HTTP status.
+    """Run the requests of an answer, and send it: whole, or as a stream from its first event on. An error before that
+    has its own HTTP status.
 
-    ``fault_item``: the item for an error later on; by default the API's error body.
+    ``fault_item``: the event for an error later on; by default the API's error body. ``end`` follows the last event.
     """
+    steps = run_prompts(server, answer.usage.requests, context)
+    if not is_streamed:
+        return Response(await answer.whole(steps), media_type="application/json")
+    events = answer.events(steps)
     try:
-        first = await anext(items)
+        first = await anext(events)
     except StopAsyncIteration:
         raise RuntimeError("the engine's answer had no samples") from None
     except BaseException:
-        await items.aclose()
+        await events.aclose()
         raise
     fault_item = fault_item or (lambda error: error.body_for(context.api))
-    return EventStream(first, items, server.error, context.end, fault_item, end)
+    return EventStream(first, events, server.error, context.end, fault_item, end)

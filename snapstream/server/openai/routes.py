@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -40,6 +40,7 @@ from snapstream.server.openai.answer_reader import (
     Reasoning,
 )
 from snapstream.server.openai.generation import (
+    Answer,
     PreparedChat,
     Step,
     check_answer_size,
@@ -49,8 +50,7 @@ from snapstream.server.openai.generation import (
     new_usage,
     prepare_chat,
     prompt_ids,
-    run,
-    stream,
+    respond,
 )
 from snapstream.server.openai.prompts import Offsets, TokenText, as_prompts
 from snapstream.server.openai.protocol import (
@@ -147,26 +147,22 @@ def _empty() -> dict[str, list[Any]]:
 
 LARGE = 4096  # log-probabilities or positions; larger answers are built off the event loop
 
-Offload = Callable[[Callable[[], Any]], Awaitable[Any]]  # runs a function off the event loop
 
-
-@dataclass(kw_only=True)
-class Answer(ABC):
-    """The answer to one HTTP request as it grows; a subclass for each endpoint's choices."""
+class ChoicesAnswer(Answer):
+    """An answer of several choices; a subclass for each endpoint's."""
 
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    is_prompt_only = False  # the engine's one token is dropped
 
-    answer_id: str
-    model: str
-    fingerprint: str  # of what computes the answers
-    usage: Usage
-    texts: TokenText
-    offload: Offload
-    has_usage: bool = False
-    has_running_usage: bool = False
-    created: int = field(default_factory=lambda: int(time.time()))
-    _is_large: bool = field(default=False, init=False)
+    def __init__(self, server: ServerState, body: GenerationBody, answer_id: str, model: str, usage: Usage) -> None:
+        self.body, self.usage, self.texts = body, usage, server.texts
+        self._offload = server.prompts.offload
+        self._id = answer_id
+        self._about = {
+            "created": int(time.time()), "model": model, "system_fingerprint": server.metadata.fingerprint
+        }  # fmt: skip
+        self._is_large = False
 
     @abstractmethod
     def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
@@ -189,20 +185,15 @@ class Answer(ABC):
         """None if no reasoning is parsed."""
         return None
 
-    def num_tokens(self, delta: SampleDelta) -> int:
-        """Tokens of this delta that usage counts."""
-        return len(delta.token_ids)
-
     def finish_reason(self, choice: int, reason: FinishReason) -> str:
         return reason.value
 
     async def whole(self, steps: AsyncGenerator[Step, None]) -> bytes:
-        """The body of an answer that is not streamed, as JSON."""
         async with aclosing(steps):
             async for prompt, delta in steps:
                 await self._take(prompt, delta)
         is_large = self._is_large or self.usage.has_listed_kept or self.usage.num_listed > LARGE
-        return bytes(await self.offload(self._body) if is_large else self._body())
+        return await self._offload(self._body) if is_large else self._body()
 
     def _body(self) -> bytes:
         ends = self.usage.ends
@@ -210,8 +201,7 @@ class Answer(ABC):
         head = self._base(self.whole_object)
         return to_json({**head, "choices": choices, "usage": self.usage.as_openai, "snapstream": self.usage.metadata})
 
-    async def chunks(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streamed answer; ``EventStream`` frames them."""
+    async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[dict[str, Any], None]:
         async with aclosing(steps):
             async for prompt, delta in steps:
                 chunks = [self._chunk(index) for index in await self._take(prompt, delta)]
@@ -219,7 +209,7 @@ class Answer(ABC):
                     chunks[-1]["snapstream"] = self.usage.metadata
                 for chunk in chunks:
                     yield chunk
-        if self.has_usage:
+        if self.body.has_usage:
             yield {**self._base(self.chunk_object), "choices": [], "usage": self.usage.as_openai}
 
     async def _take(self, prompt: int, delta: RequestDelta) -> list[int]:
@@ -227,8 +217,7 @@ class Answer(ABC):
         if delta.prompt_logprobs is None or len(delta.prompt_logprobs) <= LARGE:
             return self._add(prompt, delta)
         self._is_large = True
-        ready: list[int] = await self.offload(lambda: self._add(prompt, delta))
-        return ready
+        return await self._offload(lambda: self._add(prompt, delta))
 
     def _add(self, prompt: int, delta: RequestDelta) -> list[int]:
         """Add a delta; the choices that have something to send."""
@@ -237,8 +226,7 @@ class Answer(ABC):
         ready = []
         for sample in delta.samples:
             index = prompt * usage.requests[prompt].sampling.n + sample.index
-            usage.completion_tokens += self.num_tokens(sample)
-            usage.count(prompt, index, sample)
+            usage.count(prompt, index, sample, is_answer=not self.is_prompt_only)
             self.add(index, prompt, delta, sample)
             if sample.finish_reason is not None:
                 reason = self.finish_reason(index, sample.finish_reason)
@@ -252,20 +240,14 @@ class Answer(ABC):
         end = self.usage.ends.get(index, {"finish_reason": None})
         chunk = self._base(self.chunk_object)
         chunk["choices"] = [{"index": index, **self.chunk_choice(index), **end}]
-        if self.has_running_usage:
+        if self.body.has_running_usage:
             chunk["usage"] = self.usage.as_openai
-        elif self.has_usage:
+        elif self.body.has_usage:
             chunk["usage"] = None
         return chunk
 
     def _base(self, kind: str) -> dict[str, Any]:
-        return {
-            "id": self.answer_id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
-        }
+        return {"id": self._id, "object": kind, **self._about}
 
 
 @dataclass
@@ -275,8 +257,7 @@ class _CompletionChoice:
     has_echo: bool = False
 
 
-@dataclass(kw_only=True)
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """/v1/completions: text, after the prompt with ``echo``.
 
     With ``echo`` and ``logprobs`` every prompt token has its exact log-probability, from the uncompressed prefill;
@@ -285,11 +266,19 @@ class CompletionAnswer(Answer):
 
     whole_object = chunk_object = "text_completion"
 
-    echo: Sequence[str] | None  # the prompts' texts
-    is_prompt_only: bool  # the engine's one token is dropped
-
-    def __post_init__(self) -> None:
-        sampling = self.usage.requests[0].sampling
+    def __init__(
+        self,
+        server: ServerState,
+        body: CompletionBody,
+        answer_id: str,
+        model: str,
+        usage: Usage,
+        echo: Sequence[str] | None,
+    ) -> None:
+        """``echo``: the prompts' texts."""
+        super().__init__(server, body, answer_id, model, usage)
+        self.echo, self.is_prompt_only = echo, body.output_limit == 0
+        sampling = usage.requests[0].sampling
         self._has_logprobs = sampling.logprobs is not None
         self._prompt_logprobs: dict[int, tuple[Logprob | None, ...]] = {}
         self._choices: defaultdict[int, _CompletionChoice] = defaultdict(
@@ -311,9 +300,6 @@ class CompletionAnswer(Answer):
 
     def has_output(self, choice: int) -> bool:
         return bool(self._choices[choice].text)
-
-    def num_tokens(self, delta: SampleDelta) -> int:
-        return 0 if self.is_prompt_only else len(delta.token_ids)
 
     def chunk_choice(self, choice: int) -> dict[str, Any]:
         state = self._choices[choice]
@@ -348,8 +334,7 @@ class _Choice:
     has_parts: bool = False  # reasoning or calls: then content without text is null
 
 
-@dataclass(kw_only=True)
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """/v1/chat/completions: messages, or deltas that add up to them.
 
     The role comes with the first text, not before it: clients take the first chunk with choices for the first token.
@@ -357,22 +342,21 @@ class ChatAnswer(Answer):
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    prepared: PreparedChat
-    has_logprobs: bool
-
-    def __post_init__(self) -> None:
-        self._choices: defaultdict[int, _Choice] = defaultdict(lambda: _Choice(self.prepared.reader()))
+    def __init__(self, server: ServerState, body: ChatBody, prepared: PreparedChat) -> None:
+        super().__init__(server, body, prepared.request.request_id, prepared.model, prepared.usage)
+        self._has_logprobs, self._beginning = bool(body.logprobs), prepared.beginning
+        self._choices: defaultdict[int, _Choice] = defaultdict(lambda: _Choice(prepared.make_reader()))
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        if self.prepared.beginning is AnswerStart.ANSWER:
+        if self._beginning is AnswerStart.ANSWER:
             return None
         return sum(choice.reader.num_reasoning_tokens for choice in self._choices.values())
 
     def add(self, choice: int, prompt: int, request_delta: RequestDelta, delta: SampleDelta) -> None:
         state = self._choices[choice]
         _take_events(state, state.reader.take(delta))
-        if self.has_logprobs and delta.logprobs:
+        if self._has_logprobs and delta.logprobs:
             state.logprobs += chat_entries(delta.logprobs, self.texts)
 
     def has_output(self, choice: int) -> bool:
@@ -410,7 +394,7 @@ class ChatAnswer(Answer):
         return {"message": message, "logprobs": self._logprobs(state)}
 
     def _logprobs(self, state: _Choice) -> dict[str, Any] | None:
-        return {"content": state.logprobs, "refusal": None} if self.has_logprobs else None
+        return {"content": state.logprobs, "refusal": None} if self._has_logprobs else None
 
 
 def _take_events(state: _Choice, events: Sequence[Event]) -> None:
@@ -550,16 +534,8 @@ async def _chat(server: ServerState, data: dict[str, Any], context: AnswerContex
     check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
     body = parse(ChatBody, data)
     server.ignored.note(unknown_fields(ChatBody, data))
-    prepared = await prepare_chat(server, body, f"chatcmpl-{context.answer_id}", context.namespace)
-    answer = ChatAnswer(
-        answer_id=prepared.request.request_id,
-        model=prepared.model,
-        usage=new_usage(server, [prepared.request], prepared.compression, context),
-        prepared=prepared,
-        has_logprobs=bool(body.logprobs),
-        **_shared(server, body),
-    )
-    return await _respond(server, body, answer, context)
+    answer = ChatAnswer(server, body, await prepare_chat(server, body, "chatcmpl-", context))
+    return await respond(server, answer, context, is_streamed=body.stream)
 
 
 async def _completion(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
@@ -601,32 +577,9 @@ async def _completion(server: ServerState, data: dict[str, Any], context: Answer
     ]
     check_answer_size(requests, server.metadata, server.settings)
     echo = [await server.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
-    answer = CompletionAnswer(
-        answer_id=answer_id,
-        model=model,
-        usage=new_usage(server, requests, compression, context),
-        echo=echo,
-        is_prompt_only=body.output_limit == 0,
-        **_shared(server, body),
-    )
-    return await _respond(server, body, answer, context)
-
-
-def _shared(server: ServerState, body: GenerationBody) -> dict[str, Any]:
-    return {
-        "fingerprint": server.metadata.fingerprint,
-        "texts": server.texts,
-        "offload": server.prompts.offload,
-        "has_usage": body.has_usage,
-        "has_running_usage": body.has_running_usage,
-    }
-
-
-async def _respond(server: ServerState, body: GenerationBody, answer: Answer, context: AnswerContext) -> Response:
-    steps = run(server, answer.usage.requests, context)
-    if not body.stream:
-        return Response(await answer.whole(steps), media_type="application/json")
-    return await stream(server, answer.chunks(steps), context)
+    usage = new_usage(server, requests, compression, context)
+    answer = CompletionAnswer(server, body, answer_id, model, usage, echo)
+    return await respond(server, answer, context, is_streamed=body.stream)
 
 
 def _model(server: ServerState, name: str) -> dict[str, Any]:

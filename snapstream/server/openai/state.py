@@ -93,8 +93,12 @@ class Usage:
             self._prompts[prompt]["timings"] = asdict(delta.timings)
         self.num_open -= delta.is_finished
 
-    def count(self, prompt: int, choice: int, sample: SampleDelta) -> None:
-        """Add the tokens of a sample, and whether it outgrew its row's ring (``RequestOutput.has_outgrown_ring``)."""
+    def count(self, prompt: int, choice: int, sample: SampleDelta, *, is_answer: bool = True) -> None:
+        """Add the tokens of a sample, and whether it outgrew its row's ring (``RequestOutput.has_outgrown_ring``).
+
+        ``is_answer`` False: the tokens are not sent, and usage does not count them.
+        """
+        self.completion_tokens += len(sample.token_ids) * is_answer
         self._num_tokens[choice] = self._num_tokens.get(choice, 0) + len(sample.token_ids)
         metadata = self._prompts[prompt]["compression"]
         if metadata is not None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from copy import deepcopy
-from dataclasses import dataclass, field
 from itertools import dropwhile
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -24,13 +23,12 @@ from uuid import uuid4
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
-from pydantic_core import to_json
 
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.http.openapi import answers, body_schema
-from snapstream.server.openai.answer_reader import AnswerReader, CallPiece, CallStart, Content, Event, Reasoning
-from snapstream.server.openai.generation import Step, new_usage, prepare_chat, prompt_ids, run, stream
+from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, Event, Reasoning
+from snapstream.server.openai.generation import EventAnswer, Json, PreparedChat, Step, prepare_chat, prompt_ids, respond
 from snapstream.server.openai.prompts import TokenText
 from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_count, check_fields, kinds_of, parse
 from snapstream.server.openai.routes import chat_entries
@@ -55,7 +53,6 @@ from snapstream.server.responses.protocol import (
 )
 from snapstream.types import FinishReason, Request
 
-Json = dict[str, Any]
 T = TypeVar("T")
 
 # Fields of the chat path -> of this API.
@@ -128,20 +125,16 @@ async def _create(
     own = store.resolve(read_input(body.input), owner)
     before = store.before(body.previous_response_id, owner)
     chat = _as_chat(body, before.items if before else (), own)
-    prepared = await prepare_chat(server, chat, f"resp_{context.answer_id}", context.namespace)
-    request, is_stored = prepared.request, store.is_on and body.store is not False
+    prepared = await prepare_chat(server, chat, "resp_", context)
+    is_stored = store.is_on and body.store is not False
     answer = ResponseAnswer(
-        head=new_head(body, data, request, prepared.model, is_stored=is_stored),
-        reader=prepared.reader(),
+        prepared,
+        head=new_head(body, data, prepared.request, prepared.model, is_stored=is_stored),
         writer=OutputWriter(names_in_spaces(body.tools or ())),
-        usage=new_usage(server, [request], prepared.compression, context),
         texts=server.texts,
         keep=(lambda response: store.keep(response, owner, before, own)) if is_stored else None,
     )
-    steps = run(server, [request], context)
-    if not body.stream:
-        return Response(to_json(await answer.whole(steps)), media_type="application/json")
-    return await stream(server, answer.events(steps), context, answer.failed)
+    return await respond(server, answer, context, is_streamed=body.stream, fault_item=answer.failed)
 
 
 async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any], owner: bytes) -> Response:
@@ -196,94 +189,74 @@ def _as_chat(body: ResponsesBody, before: Sequence[Item], own: Sequence[Item]) -
     )
 
 
-@dataclass
-class ResponseAnswer:
-    head: Json  # members that do not change
-    reader: AnswerReader
-    writer: OutputWriter
-    usage: Usage
-    texts: TokenText
-    keep: Callable[[Json], None] | None = None  # stores the response
-    _status: str = "in_progress"
-    _details: Json = field(default_factory=dict)
-    _sequence: int = 0
-    _has_started: bool = False
-    _completed_at: int | None = None
-
-    async def whole(self, steps: AsyncGenerator[Step, None]) -> Json:
-        async with aclosing(self._events(steps)) as events:
-            async for _ in events:
-                pass
-        return self.response
+class ResponseAnswer(EventAnswer):
+    def __init__(
+        self,
+        prepared: PreparedChat,
+        head: Json,
+        writer: OutputWriter,
+        texts: TokenText,
+        keep: Callable[[Json], None] | None,
+    ) -> None:
+        """``head``: members that do not change. ``keep`` stores the response."""
+        super().__init__(prepared)
+        self._head, self._writer, self._texts, self._keep = head, writer, texts, keep
+        self._status, self._details = "in_progress", dict[str, Any]()
+        self._sequence = 0
+        self._completed_at: int | None = None
 
     async def events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
-        async with aclosing(self._events(steps)) as events:
+        async with aclosing(super().events(steps)) as events:
             async for event in events:
                 yield self._numbered(event)
 
     def failed(self, error: ApiError) -> Json:
         """The last event of a stream that fails."""
         self._end("failed", error={"code": "server_error", "message": error.message})
-        return self._numbered({"type": "response.failed", "response": self.response})
+        return self._numbered({"type": "response.failed", "response": self.result})
 
     @property
-    def response(self) -> Json:
+    def result(self) -> Json:
         """Its present state."""
         has_ended = self._status != "in_progress"
         return {
-            **self.head,
+            **self._head,
             "status": self._status,
             "completed_at": self._completed_at,
             "error": self._details.get("error"),
             "incomplete_details": self._details.get("incomplete_details"),
-            "output": list(self.writer.items) if has_ended else [],
+            "output": list(self._writer.items) if has_ended else [],
             "usage": as_usage(self.usage) if has_ended else None,
             **({"snapstream": self.usage.metadata} if has_ended else {}),
         }
 
-    async def _events(self, steps: AsyncGenerator[Step, None]) -> AsyncGenerator[Json, None]:
-        async with aclosing(steps):
-            async for prompt, delta in steps:
-                for event in self._begin():
-                    yield event
-                self.usage.take(prompt, delta)
-                for sample in delta.samples:
-                    for event in self._take(sample):
-                        yield event
-        yield {"type": "response.completed" if self._status == "completed" else "response.incomplete",
-               "response": self.response}  # fmt: skip
+    def start(self) -> list[Json]:
+        return [{"type": f"response.{name}", "response": self.result} for name in ("created", "in_progress")]
 
-    def _begin(self) -> list[Json]:
-        if self._has_started:
-            return []
-        self._has_started = True
-        return [{"type": f"response.{name}", "response": self.response} for name in ("created", "in_progress")]
-
-    def _take(self, sample: SampleDelta) -> list[Json]:
-        usage, num_before = self.usage, self.usage.completion_tokens
-        usage.completion_tokens += len(sample.token_ids)
-        usage.count(0, 0, sample)
-        read = self.reader.take(sample)
-        usage.reasoning_tokens = self.reader.num_reasoning_tokens
-        of_text = (sample.logprobs or ())[max(usage.reasoning_tokens - num_before, 0) :]
-        events = self.writer.take(read, chat_entries(of_text, self.texts))
+    def take(self, sample: SampleDelta, read: list[Event]) -> list[Json]:
+        num_before = self.usage.completion_tokens - len(sample.token_ids)
+        of_text = (sample.logprobs or ())[max(self.reader.num_reasoning_tokens - num_before, 0) :]
+        events = self._writer.take(read, chat_entries(of_text, self._texts))
         if sample.finish_reason is None:
             return events
         is_whole = sample.finish_reason is FinishReason.STOP
         reason = "stop" if is_whole else "length"
-        usage.ends[0] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
-        events += self.writer.finish(is_whole=is_whole and not self.reader.is_call_open)
+        self.usage.ends[0] = {"finish_reason": reason, "stop_reason": sample.stop_reason}
+        events += self._writer.finish(is_whole=is_whole and not self.reader.is_call_open)
         if is_whole:
             self._end("completed")
         else:
             self._end("incomplete", incomplete_details={"reason": "max_output_tokens"})
         return events
 
+    def end(self) -> list[Json]:
+        return [{"type": f"response.{self._status}", "response": self.result}]
+
     def _end(self, status: str, **details: Any) -> None:
         self._status, self._details = status, details
         self._completed_at = int(time.time()) if status == "completed" else None
-        if self.keep is not None:
-            self.keep(self.response)
+        if self._keep is not None:
+            self._keep(self.result)
 
     def _numbered(self, event: Json) -> Json:
         numbered = {"type": event["type"], "sequence_number": self._sequence, **event}
