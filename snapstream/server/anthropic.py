@@ -38,19 +38,16 @@ from snapstream.server.openai.protocol import (
     ChatBody,
     KVCacheOptions,
     ReasoningEffort,
+    Refused,
     bad_part,
     check_count,
-    check_fields,
     is_harmless,
-    kinds_of,
-    parse,
     string_of,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState
 from snapstream.types import FinishReason
 
-# Field -> values besides null that change nothing.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
+REFUSED: Refused = {
     **STATE,
     "compaction": (),  # requests a summary instead of an answer
     "container": (),
@@ -95,6 +92,8 @@ class OutputOptions(Body):
 class CountBody(Body):
     """POST /v1/messages/count_tokens"""
 
+    refused = {name: harmless for name, harmless in REFUSED.items() if name != "compaction"}
+
     model: str | None = None
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -118,6 +117,8 @@ class CountBody(Body):
 
 class MessagesBody(CountBody):
     """POST /v1/messages"""
+
+    refused = REFUSED
 
     max_tokens: int
     temperature: float | None = None
@@ -163,11 +164,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 # Tools that Anthropic runs itself; a date follows.
 _DROPPED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
-
-
-def own_tools(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without dropped ones; all of them if none would be left."""
-    return [tool for tool in tools if not str(tool.get("type")).startswith(_DROPPED)] or list(tools)
 
 
 def as_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -383,12 +379,8 @@ async def _count(server: ServerState, data: dict[str, Any]) -> Response:
 def _parsed(server: ServerState, kind: type[B], data: dict[str, Any]) -> B:
     check_thread(data)
     # A whole request may be sent to be counted: fields of its answer are known, and not refused.
-    counted = {name for name in REFUSED if kind is CountBody and name == "compaction"}
-    check_fields(data, {name: REFUSED[name] for name in REFUSED.keys() - counted})
-    body = parse(kind, data)
-    tools = own_tools(body.tools or [])
-    left_out = kinds_of(body.tools or []) - kinds_of(tools)
-    server.ignored.note(set(data) - {*MessagesBody.model_fields, *REFUSED, *WITHOUT_EFFECT} | left_out)
+    body = server.ignored.parse(kind, data, {*MessagesBody.model_fields, *REFUSED, *WITHOUT_EFFECT})
+    tools = server.ignored.own_tools(body.tools or [], lambda tool: str(tool.get("type")).startswith(_DROPPED))
     return body.model_copy(update={"tools": tools})
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import from_json
@@ -26,10 +26,47 @@ _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems":
 _TEXT = {"type": "string", "minLength": 1}
 _PROMPT = {"anyOf": [_TEXT, *({"type": "array", "items": items, "minItems": 1} for items in (_TEXT, _IDS)), _IDS]}
 
+Refused = dict[str, tuple[Any, ...]]  # field -> values besides null that change nothing
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+# Fields, each of one API, that name a conversation stored on the server. Other APIs refuse them: if the field were
+# ignored, the model would answer without the conversation.
+STATE: Refused = {"previous_response_id": (), "conversation": (), "thread": ()}
+
+REFUSED: Refused = {
+    **STATE,
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),  # vLLM's; here they come with echo
+    "prompt_embeds": (),
+    "logits_processors": ([],),
+    # Old names of vLLM, which takes structured_outputs now.
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structural_tag": (),
+    "chat_template": (),
+    "documents": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+}
+
+
 class Body(BaseModel):
+    refused: ClassVar[Refused] = {}  # fields of requests that are known and not implemented
+
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
@@ -139,6 +176,8 @@ class Prediction(Body):
 class ChatBody(TemplateOptions, GenerationBody):
     """POST /v1/chat/completions"""
 
+    refused = REFUSED | {"echo": (False,), "best_of": (1,)}
+
     prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -147,6 +186,15 @@ class ChatBody(TemplateOptions, GenerationBody):
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions"""
+
+    refused = REFUSED | {
+        "reasoning_effort": (),
+        "top_logprobs": (0,),  # here logprobs is their number
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "parallel_tool_calls": (True,),
+        "response_format": ({"type": "text"},),
+    }
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     logprobs: int | None = None
@@ -166,6 +214,8 @@ class CompletionBody(GenerationBody):
 class TokenizePromptBody(Body):
     """POST /tokenize with a text"""
 
+    refused = CompletionBody.refused
+
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
@@ -175,6 +225,8 @@ class TokenizePromptBody(Body):
 
 class TokenizeChatBody(TemplateOptions):
     """POST /tokenize with a conversation"""
+
+    refused = ChatBody.refused
 
     model: str | None = None
     return_token_strs: bool | None = None
@@ -233,51 +285,9 @@ def engine_error(error: Exception, retry_after_s: int) -> ApiError | None:
 log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
+Tools = list[dict[str, Any]]
 
 MAX_LOGGED_FIELDS = 256  # names come from clients: log and memory must be bounded
-
-# Fields, each of one API, that name a conversation stored on the server. Other APIs refuse them: if the field were
-# ignored, the model would answer without the conversation.
-STATE: Mapping[str, tuple[Any, ...]] = {"previous_response_id": (), "conversation": (), "thread": ()}
-
-# Field -> values besides null that change nothing.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    **STATE,
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "verbosity": ("medium",),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),  # vLLM's; here they come with echo
-    "prompt_embeds": (),
-    "logits_processors": ([],),
-    # Old names of vLLM, which takes structured_outputs now.
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structural_tag": (),
-    "chat_template": (),
-    "documents": ([],),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
-}
-CHAT_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {"echo": (False,), "best_of": (1,)}
-COMPLETION_ONLY_REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "reasoning_effort": (),
-    "top_logprobs": (0,),  # here logprobs is their number
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-}
 
 
 class IgnoredFields:
@@ -292,12 +302,22 @@ class IgnoredFields:
                 self._seen.add(name)
                 log.info("ignoring unknown request field %.64r (logged once)", name)
 
+    def parse(self, kind: type[B], data: Mapping[str, Any], known: Iterable[str] = ()) -> B:
+        """``data`` as a body of this kind; its other fields are ignored, and logged but for the ``known``."""
+        body = parse(kind, data)
+        inner = data.get("stream_options") if issubclass(kind, GenerationBody) else None
+        inside = set(inner) - set(StreamOptions.model_fields) if isinstance(inner, Mapping) else set()
+        self.note(
+            set(data) - {*kind.model_fields, *kind.refused, *known} | {f"stream_options.{name}" for name in inside}
+        )
+        return body
 
-def check_fields(data: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """400 for a field that would change the result and is not implemented."""
-    for name in refused.keys() & data.keys():
-        if not is_harmless(data[name], refused[name]):
-            raise bad_value(f"{name} {data[name]!r} is not supported by this server", name, "unsupported_parameter")
+    def own_tools(self, tools: Tools, is_dropped: Callable[[Mapping[str, Any]], bool]) -> Tools:
+        """Without dropped ones, whose types are logged; all of them if none would be left."""
+        kept = [tool for tool in tools if not is_dropped(tool)]
+        if kept:
+            self.note({f"tools[].type {tool.get('type')}" for tool in tools if is_dropped(tool)})
+        return kept or tools
 
 
 def is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
@@ -305,21 +325,16 @@ def is_harmless(value: Any, harmless: tuple[Any, ...]) -> bool:
 
 
 def parse(kind: type[B], data: Mapping[str, Any]) -> B:
-    """Check types; 400 for the first error, with its field."""
+    """400 for the first field that would change the result and is not implemented, or has a wrong type."""
+    for name in kind.refused.keys() & data.keys():
+        if not is_harmless(data[name], kind.refused[name]):
+            raise bad_value(f"{name} {data[name]!r} is not supported by this server", name, "unsupported_parameter")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = [str(part) for part in first["loc"]]
         raise bad_value(f"{'.'.join(place)}: {first['msg']}", place[0] if place else None) from None
-
-
-def unknown_fields(kind: type[Body], data: Mapping[str, Any]) -> set[str]:
-    """Fields that will be ignored, also within ``stream_options``."""
-    known = {*kind.model_fields, *REFUSED, *CHAT_ONLY_REFUSED, *COMPLETION_ONLY_REFUSED}
-    inner = data.get("stream_options")
-    inside = set(inner) - set(StreamOptions.model_fields) if isinstance(inner, Mapping) else set()
-    return set(data) - known | {f"stream_options.{name}" for name in inside}
 
 
 def check_count(name: str, value: int, least: int, most: int | None = None) -> None:
@@ -351,11 +366,6 @@ def string_of(item: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str):
         raise bad_part(f"{place}.{name}", "must be a string")
     return value
-
-
-def kinds_of(tools: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The types of tools, as they are logged if some are ignored."""
-    return {f"tools[].type {tool.get('type')}" for tool in tools}
 
 
 MODEL: Mapping[str, Any] = {

@@ -54,18 +54,12 @@ from snapstream.server.openai.generation import (
 )
 from snapstream.server.openai.prompts import Offsets, TokenText, as_prompts
 from snapstream.server.openai.protocol import (
-    CHAT_ONLY_REFUSED,
-    COMPLETION_ONLY_REFUSED,
-    REFUSED,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeChatBody,
     TokenizePromptBody,
-    check_fields,
-    parse,
-    unknown_fields,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import read_structured_output
@@ -451,16 +445,12 @@ async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
     max_len = server.metadata.max_model_len
     body: TokenizeChatBody | TokenizePromptBody
     if "messages" in data:
-        check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
-        body = parse(TokenizeChatBody, data)
         # Clients may send a whole chat request to be counted: its other fields are known, too.
-        server.ignored.note(unknown_fields(TokenizeChatBody, data) & unknown_fields(ChatBody, data))
+        body = server.ignored.parse(TokenizeChatBody, data, ChatBody.model_fields)
         server.require_model(body.model)
         ids = await prompt_ids(server, body)
     else:
-        check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
-        body = parse(TokenizePromptBody, data)
-        server.ignored.note(unknown_fields(TokenizePromptBody, data) & unknown_fields(CompletionBody, data))
+        body = server.ignored.parse(TokenizePromptBody, data, CompletionBody.model_fields)
         server.require_model(body.model)
         has_special = body.add_special_tokens is not False
         ids = await server.prompts.encode(body.prompt, max_len, add_special_tokens=has_special)
@@ -472,8 +462,7 @@ async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
 
 
 async def _detokenize(server: ServerState, data: dict[str, Any]) -> Response:
-    body = parse(DetokenizeBody, data)
-    server.ignored.note(unknown_fields(DetokenizeBody, data))
+    body = server.ignored.parse(DetokenizeBody, data)
     server.require_model(body.model)
     return JSONResponse({"prompt": await server.prompts.decode(body.tokens)})
 
@@ -531,18 +520,14 @@ def openai_routes(server: ServerState) -> APIRouter:
 
 async def _chat(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
-    check_fields(data, {**REFUSED, **CHAT_ONLY_REFUSED})
-    body = parse(ChatBody, data)
-    server.ignored.note(unknown_fields(ChatBody, data))
+    body = server.ignored.parse(ChatBody, data)
     answer = ChatAnswer(server, body, await prepare_chat(server, body, "chatcmpl-", context))
     return await respond(server, answer, context, is_streamed=body.stream)
 
 
 async def _completion(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
-    check_fields(data, {**REFUSED, **COMPLETION_ONLY_REFUSED})
-    body = parse(CompletionBody, data)
-    server.ignored.note(unknown_fields(CompletionBody, data))
+    body = server.ignored.parse(CompletionBody, data)
     model, (grammar, param) = server.require_model(body.model), read_structured_output(body)
     options = completion_options(body, server.metadata, grammar)
     max_len = server.metadata.max_model_len

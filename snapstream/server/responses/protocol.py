@@ -47,21 +47,6 @@ _INPUT = {
     ]
 }
 
-# Field -> values besides null that change nothing.
-REFUSED: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "thread": (),  # of Messages
-    "prompt": (),  # a template that is stored at OpenAI
-    "context_management": ([],),
-    "moderation": (),
-    "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
-    "image": (),
-    "access_programs": (),
-    "n": (1,),
-}
-
 
 class TextOptions(Body):
     format: dict[str, Any] | None = None
@@ -77,6 +62,20 @@ class ReasoningOptions(Body):
 
 class ResponsesBody(SamplingBody):
     """POST /v1/responses"""
+
+    refused = {
+        "background": (False,),
+        "conversation": (),
+        "thread": (),  # of Messages
+        "prompt": (),  # a template that is stored at OpenAI
+        "context_management": ([],),
+        "moderation": (),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+        "image": (),
+        "access_programs": (),
+        "n": (1,),
+    }
 
     input: Annotated[Any, WithJsonSchema(_INPUT)]
     instructions: str | None = None
@@ -144,12 +143,7 @@ CUSTOM = ("name", "description", "format")
 _DROPPED = ("web_search", "image_generation", "code_interpreter")
 
 
-def own_tools(tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without dropped ones; all of them if none would be left."""
-    return [tool for tool in tools if not _is_dropped(tool)] or list(tools)
-
-
-def _is_dropped(tool: Mapping[str, Any]) -> bool:
+def is_dropped(tool: Mapping[str, Any]) -> bool:
     kind = str(tool.get("type"))
     return kind.startswith(_DROPPED) or (kind == "tool_search" and tool.get("execution") != "client")
 

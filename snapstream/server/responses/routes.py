@@ -30,7 +30,7 @@ from snapstream.server.http.openapi import answers, body_schema
 from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, Event, Reasoning
 from snapstream.server.openai.generation import EventAnswer, Json, PreparedChat, Step, prepare_chat, prompt_ids, respond
 from snapstream.server.openai.prompts import TokenText
-from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_count, check_fields, kinds_of, parse
+from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_count
 from snapstream.server.openai.routes import chat_entries
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.responses import protocol
@@ -38,7 +38,6 @@ from snapstream.server.responses.protocol import (
     MAX_METADATA,
     MAX_METADATA_KEY,
     MAX_METADATA_VALUE,
-    REFUSED,
     Item,
     ResponsesBody,
     ResponseStore,
@@ -47,8 +46,8 @@ from snapstream.server.responses.protocol import (
     as_messages,
     as_response_format,
     chosen_names,
+    is_dropped,
     names_in_spaces,
-    own_tools,
     read_input,
 )
 from snapstream.types import FinishReason, Request
@@ -147,12 +146,8 @@ async def _count(server: ServerState, store: ResponseStore, data: dict[str, Any]
 
 
 def _parsed(server: ServerState, data: dict[str, Any]) -> ResponsesBody:
-    check_fields(data, REFUSED)
-    body = parse(ResponsesBody, data)
-    tools = own_tools(body.tools or [])
-    left_out = kinds_of(body.tools or []) - kinds_of(tools)
-    server.ignored.note(set(data) - {*ResponsesBody.model_fields, *REFUSED} | left_out)
-    return body.model_copy(update={"tools": tools})
+    body = server.ignored.parse(ResponsesBody, data)
+    return body.model_copy(update={"tools": server.ignored.own_tools(body.tools or [], is_dropped)})
 
 
 def _check(body: ResponsesBody, store: ResponseStore) -> None:
