@@ -461,10 +461,6 @@ class ReplicatedEngine:
         self._resets: set[asyncio.Task[None]] = set()
 
     @property
-    def is_ready(self) -> bool:
-        return self.unavailable is None
-
-    @property
     def unavailable(self) -> EngineDead | None:
         if self._is_closing:
             return EngineDead("the engine is shutting down")

@@ -39,13 +39,8 @@ class AsyncEngine(Protocol):
     """The engine as seen from an event loop."""
 
     @property
-    def is_ready(self) -> bool:
-        """True while requests are taken: loaded, alive, not draining."""
-        ...
-
-    @property
     def unavailable(self) -> EngineDead | None:
-        """The error that requests get while it is not ready; None if it is."""
+        """The error that requests get while none are taken; None if the engine is loaded, alive and not draining."""
         ...
 
     def generate(self, request: Request) -> AsyncIterator[RequestDelta]:

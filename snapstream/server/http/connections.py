@@ -104,19 +104,12 @@ UNSENT_BYTES = 65536  # of an answer that the system buffers for a slow reader, 
 REASONS = ("silent", "slow_head", "not_reading", "too_many", "crowded_out")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConnectionLimits:
-    """Seconds; see the module docstring."""
+@dataclass(kw_only=True)
+class ConnectionGuard:
+    """Limits (see the module docstring) and counters of one server's connections."""
 
     head_timeout_s: float = 20.0
     write_timeout_s: float = 30.0
-
-
-@dataclass
-class ConnectionGuard:
-    """Limits and counters of one server's connections."""
-
-    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     connections: Connections = field(default_factory=lambda: connections_for(raise_file_limit()))
     closed: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(REASONS, 0)))  # by reason
     num_malformed: int = 0  # requests that were no HTTP
@@ -177,7 +170,7 @@ class GuardedProtocol(H11Protocol):
         self.conn = JoinedHead(lambda: self.loop.call_soon(self._write_head))
         self.app_state = {**self.app_state, ABORT: self.abort}
         if self.guard.connections.enter(self):
-            self._head_timer = self.loop.call_later(self.guard.limits.head_timeout_s, self._end_head)
+            self._head_timer = self.loop.call_later(self.guard.head_timeout_s, self._end_head)
         else:
             self._close("too_many")
 
@@ -202,7 +195,7 @@ class GuardedProtocol(H11Protocol):
         self._has_sent = True
         self._look()
         if not self.is_busy and self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.guard.limits.head_timeout_s, self._end_head)
+            self._head_timer = self.loop.call_later(self.guard.head_timeout_s, self._end_head)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()  # may begin the next request, if it has come already
@@ -256,7 +249,7 @@ class GuardedProtocol(H11Protocol):
 
     def _watch_writing(self) -> None:
         self._num_unsent = self.transport.get_write_buffer_size()
-        self._write_timer = self.loop.call_later(self.guard.limits.write_timeout_s, self._end_writing)
+        self._write_timer = self.loop.call_later(self.guard.write_timeout_s, self._end_writing)
 
     def _end_writing(self) -> None:
         self._write_timer = None

@@ -411,11 +411,6 @@ class ReasoningSplitter(_Splitter):
     def is_inside(self) -> bool:
         return self._step == self._inside
 
-    @property
-    def is_answering(self) -> bool:
-        """Whether the reasoning, if any, has ended."""
-        return self._step == self._after
-
     def _begin(self) -> bool:
         """The first visible characters decide whether the model writes the opening tag."""
         stripped = self._text.lstrip()
@@ -483,10 +478,6 @@ class HarmonySplitter(_Splitter):
     @property
     def is_inside(self) -> bool:
         return self._step == self._body and self._is_analysis
-
-    @property
-    def is_answering(self) -> bool:
-        return self._step == self._body and not self._is_analysis
 
     def _header(self) -> bool:
         place = self._text.find(MESSAGE)

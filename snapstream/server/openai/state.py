@@ -248,10 +248,6 @@ class ServerState(Admission):
         except EngineDead as error:
             raise self.error(error) from None
 
-    @property
-    def is_ready(self) -> bool:
-        return self.engine.is_ready and not self.is_draining
-
     def error(self, error: Exception) -> ApiError:
         return engine_error(error, self.settings.retry_after_s) or super().error(error)
 

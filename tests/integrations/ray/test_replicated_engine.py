@@ -180,7 +180,7 @@ def test_leaving_closes_the_call_and_frees_its_rows() -> None:
         assert replicas.num_closed == 1
         draining = asyncio.create_task(engine.shutdown(300))
         await asyncio.sleep(0)
-        assert not engine.is_ready and not draining.done()
+        assert engine.unavailable is not None and not draining.done()
         await second.aclose()
         await draining
 
@@ -192,15 +192,15 @@ def test_it_is_ready_while_one_replica_is() -> None:
 
     async def main() -> None:
         engine = ReplicatedEngine(replicas)
-        assert engine.unavailable is not None and not engine.is_ready
+        assert engine.unavailable is not None
         with pytest.raises(EngineDead, match="loaded"):
             _ = engine.metadata
         await engine.replicas.look()
         await engine.replicas.look()
-        assert engine.is_ready and engine.metadata is FACTS and engine.stats().rows_total == 8
+        assert engine.unavailable is None and engine.metadata is FACTS and engine.stats().rows_total == 8
         replicas.dead = {"a"}
         await engine.replicas.look()
-        assert engine.is_ready
+        assert engine.unavailable is None
         replicas.dead = {"a", "b"}
         await engine.replicas.look()
         assert (
@@ -208,7 +208,7 @@ def test_it_is_ready_while_one_replica_is() -> None:
         )
         replicas.dead = set()
         await engine.replicas.look()
-        assert engine.is_ready
+        assert engine.unavailable is None
 
     asyncio.run(main())
 
@@ -234,12 +234,12 @@ def test_it_goes_on_watching() -> None:
         engine = ReplicatedEngine(replicas)
         replicas.faults = [RuntimeError("a bug"), KeyError("another")]
         watching = asyncio.create_task(engine.replicas.watch())
-        await until_async(lambda: engine.is_ready)
+        await until_async(lambda: engine.unavailable is None)
         assert not replicas.faults
         replicas.dead = {"a"}
-        await until_async(lambda: not engine.is_ready)
+        await until_async(lambda: engine.unavailable is not None)
         replicas.dead = set()
-        await until_async(lambda: engine.is_ready)
+        await until_async(lambda: engine.unavailable is None)
         watching.cancel()
 
     asyncio.run(main())

@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from benchmarks.serving import kept_alive_seconds
-from snapstream.server.http.connections import ConnectionGuard, ConnectionLimits, Connections, connections_for
+from snapstream.server.http.connections import ConnectionGuard, Connections, connections_for
 from tests.server.app_server import Running, running_server
 from tests.server.fake_engine import ANSWER, FakeEngine
 from tests.waiting import HANG_S, until
@@ -68,8 +68,11 @@ def read_until(client: socket.socket, mark: bytes) -> bytes:
 def guard(
     head_timeout_s: float = HANG_S, write_timeout_s: float = HANG_S, most_per_address: int = 1000
 ) -> ConnectionGuard:
-    limits = ConnectionLimits(head_timeout_s=head_timeout_s, write_timeout_s=write_timeout_s)
-    return ConnectionGuard(limits=limits, connections=Connections(1000, most_per_address))
+    return ConnectionGuard(
+        head_timeout_s=head_timeout_s,
+        write_timeout_s=write_timeout_s,
+        connections=Connections(1000, most_per_address),
+    )
 
 
 class Watched(ConnectionGuard):
@@ -154,11 +157,11 @@ def test_a_silent_and_a_slow_head_end_the_connection() -> None:
         assert own.closed["silent"] == 1
         with connected(server) as slow:
             trickle(slow, b"GET /health HTTP/1.1\r\nHost: t\r\nX: ")
-        own.limits = ConnectionLimits()  # for a first request, however late this thread is with it
+        own.head_timeout_s = HANG_S  # for a first request, however late this thread is with it
         with connected(server) as second:
             second.sendall(b"GET /version HTTP/1.1\r\nHost: t\r\n\r\n")
             assert read_until(second, b"}").startswith(b"HTTP/1.1 200")
-            own.limits = ConnectionLimits(head_timeout_s=0.2)  # the next request of a connection has the limit, too
+            own.head_timeout_s = 0.2  # the next request of a connection has the limit, too
             second.sendall(b"GET /version HT")
             assert read_all(second) == b""
         assert own.closed["slow_head"] >= 1 and own.closed["slow_head"] + own.closed["silent"] == 3
@@ -178,7 +181,7 @@ def test_a_body_that_nobody_wants_does_not_trickle_on() -> None:
     with running_server("key", guard=(own := guard())) as server, connected(server) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000\r\n\r\nx")
         assert read_until(client, b"}}").startswith(b"HTTP/1.1 401")
-        own.limits = ConnectionLimits(head_timeout_s=0.2)
+        own.head_timeout_s = 0.2
         trickle(client, b"x")
         assert own.closed["slow_head"] == 1
 

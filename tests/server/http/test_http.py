@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import pytest
 
-from snapstream.server.http.connections import ConnectionLimits
 from snapstream.server.http.errors import queue_full
 from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.options import ServerSettings
@@ -423,14 +422,14 @@ def test_good_and_bad_clients_over_tls(tmp_path: Path) -> None:
         port = int(server.url.split(":")[2][:-3])
         good = httpx.post(f"https://localhost:{port}/v1/completions", json=LONG, verify=context, timeout=HANG_S)
         assert good.status_code == 200 and good.text.endswith("data: [DONE]\n\n")
-        own.limits = ConnectionLimits(head_timeout_s=HANG_S, write_timeout_s=0.5)
+        own.write_timeout_s = 0.5
         with socket.socket() as raw:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             raw.connect(("127.0.0.1", port))
             with context.wrap_socket(raw, server_hostname="localhost") as deaf:
                 deaf.sendall(post(LONG))
                 until(lambda: engine.aborted)
-        own.limits = ConnectionLimits(head_timeout_s=0.5)
+        own.head_timeout_s, own.write_timeout_s = 0.5, HANG_S
         raw = socket.create_connection(("127.0.0.1", port), HANG_S)
         with context.wrap_socket(raw, server_hostname="localhost") as silent:
             assert read_all(silent) == b""
