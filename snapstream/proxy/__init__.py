@@ -29,7 +29,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic_core import to_json
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope, Send
 
 from snapstream.server.apis import APIS
 from snapstream.server.http.connections import ConnectionGuard, abort_connection
@@ -47,9 +47,9 @@ from snapstream.server.http.prompt_compression import FIELD, DraftThread, parse_
 from snapstream.server.http.requests import (
     DONE,
     Admission,
-    ClientDisconnected,
     OpenRequests,
     RequestContext,
+    StreamedResponse,
     frame,
     run_until_disconnect,
 )
@@ -154,26 +154,19 @@ _KEY_HEADERS = (b"authorization", b"x-api-key")
 _OWN_REQUEST_HEADERS = frozenset((b"host", b"content-length", b"expect"))
 
 
-def make_client(options: ProxyOptions) -> httpx.AsyncClient:
-    """Connections to the upstream. Environment proxies are not used: the upstream was named on purpose."""
-    timeout = httpx.Timeout(options.read_timeout_s, connect=options.connect_timeout_s, pool=None)
-    limits = httpx.Limits(max_connections=options.max_requests, max_keepalive_connections=64)
-    client = httpx.AsyncClient(
-        timeout=timeout,
-        limits=limits,
-        trust_env=False,
-        follow_redirects=False,
-        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one client's cookies are not another's
-    )
-    client.headers.clear()  # with our own Accept-Encoding clients would get encodings that they did not request
-    return client
-
-
 class Upstream:
     """The server behind the proxy."""
 
-    def __init__(self, client: httpx.AsyncClient, options: ProxyOptions) -> None:
-        self._client, self._options = client, options
+    def __init__(self, options: ProxyOptions) -> None:
+        self._options = options
+        self.client = httpx.AsyncClient(
+            timeout=httpx.Timeout(options.read_timeout_s, connect=options.connect_timeout_s, pool=None),
+            limits=httpx.Limits(max_connections=options.max_requests, max_keepalive_connections=64),
+            trust_env=False,  # no proxies of the environment: the upstream was named on purpose
+            follow_redirects=False,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one client's cookies are not another's
+        )
+        self.client.headers.clear()  # with our Accept-Encoding clients would get encodings that they did not request
         self._root = httpx.URL(options.root)
         self._prefix = self._root.raw_path.rstrip(b"/")
 
@@ -184,11 +177,11 @@ class Upstream:
         """
         check_path(path)
         target = self._prefix + path + (b"?" + query if query else b"")
-        request = self._client.build_request(
+        request = self.client.build_request(
             method, self._root, headers=self._request_headers(headers), content=body, extensions={"target": target}
         )
         try:
-            return await self._client.send(request, stream=True)
+            return await self.client.send(request, stream=True)
         except httpx.TimeoutException as error:
             raise _fault(504, f"the upstream server did not answer in time ({type(error).__name__})") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -204,37 +197,25 @@ class Upstream:
         return kept if key is None else [*kept, (b"authorization", b"Bearer " + key.encode("ascii"))]
 
 
-class ForwardedResponse(Response):
+class ForwardedResponse(StreamedResponse):
     """An upstream answer on its way to the client, with ``extra`` headers."""
 
     def __init__(self, answer: httpx.Response, extra: Mapping[str, str], on_end: Callable[[int, str], None]) -> None:
-        super().__init__(status_code=answer.status_code)
-        self._answer, self._on_end = answer, on_end
-        self._end_reason = "left"
+        super().__init__(answer, on_end, answer.status_code)
+        self._answer = answer
         pairs = [(name.lower(), value) for name, value in answer.headers.raw]
         own = [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in extra.items()]
         dropped = _connection_only(pairs) | {name for name, _ in own}
         self.raw_headers = [*((name, value) for name, value in pairs if name not in dropped), *own]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await run_until_disconnect(receive, self._send_all(scope, send))
-        except ClientDisconnected:
-            pass
-        finally:
-            try:
-                await self._answer.aclose()
-            finally:
-                self._on_end(self.status_code, self._end_reason)
-
-    async def _send_all(self, scope: Scope, send: Send) -> None:
+    async def send_all(self, scope: Scope, send: Send) -> None:
         # In the task of the first piece, so that both leave in one write.
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for piece in self._answer.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except httpx.HTTPError as error:
-            self._end_reason = "upstream"
+            self.end_reason = "upstream"
             log.warning("the upstream server broke off an answer: %s", type(error).__name__)
             kind = self._answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream") or "content-encoding" in self._answer.headers:
@@ -247,7 +228,7 @@ class ForwardedResponse(Response):
             # A blank line first: the stream may have stopped inside of a frame.
             await send({"type": "http.response.body", "body": b"\n\n" + last, "more_body": False})
             return
-        self._end_reason = ""
+        self.end_reason = ""
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -320,11 +301,10 @@ class Proxy(Admission):
     def __init__(
         self, compressor: PromptCompressor, target: PreTrainedTokenizerBase | None, options: ProxyOptions
     ) -> None:
-        super().__init__(options, "proxy", ForwardedResponse)
+        super().__init__(options, "proxy")
         self.options = options
         self.metrics = ProxyMetrics()
-        self._client = make_client(options)
-        self._upstream = Upstream(self._client, options)
+        self._upstream = Upstream(options)
         self.draft = DraftThread(
             compressor, target, max_waiting=options.max_waiting, retry_after_s=options.retry_after_s
         )
@@ -395,7 +375,7 @@ class Proxy(Admission):
 
     async def close(self) -> None:
         self.draft.close()
-        await self._client.aclose()
+        await self._upstream.client.aclose()
 
 
 class ProxyContext(RequestContext):

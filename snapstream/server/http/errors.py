@@ -163,13 +163,6 @@ class ApiError(Exception):
     def response(self, api: Api | None) -> JSONResponse:
         return ErrorResponse(self, self.body_for(api))
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
-        param = self.param if self.param is None else names.get(self.param, self.param)
-        return ApiError(
-            self.status, str(self), kind=self.kind, param=param, code=self.code, headers=self.headers,
-            details=self.details,
-        )  # fmt: skip
-
 
 class ContextLengthError(ApiError):
     """400: prompt and output do not fit ``limit``, the model's context in tokens. APIs word it from the numbers."""

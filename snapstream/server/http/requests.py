@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from pydantic_core import from_json, to_json
@@ -69,7 +69,44 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
+class Source(Protocol):
+    async def aclose(self) -> object: ...
+
+
+class StreamedResponse(Response):
+    """Sent piece by piece from a source, which is closed at the end, at the latest when the client disconnects.
+
+    ``on_end`` is called once, with the status and why the answer is incomplete, or "".
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        on_end: Callable[[int, str], None],
+        status: int = 200,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code=status, headers=headers)
+        self._source, self._on_end = source, on_end
+        self.end_reason = "left"  # unless it ends otherwise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_until_disconnect(receive, self.send_all(scope, send))
+        except (ClientDisconnected, OSError):
+            pass
+        finally:
+            try:
+                await self._source.aclose()
+            finally:
+                self._on_end(self.status_code, self.end_reason)
+
+    async def send_all(self, scope: Scope, send: Send) -> None:
+        """Send head and body, and set ``end_reason``."""
+        raise NotImplementedError
+
+
+class EventStream(StreamedResponse):
     """Streams items as frames. The first item is given, so that an error before it could have its own status."""
 
     media_type = "text/event-stream"
@@ -83,31 +120,13 @@ class EventStream(Response):
         fault_item: Callable[[ApiError], dict[str, Any]],
         end: bytes = DONE,
     ) -> None:
-        """``on_end`` is called once, with the status and why the stream is incomplete, or "".
-
-        ``fault_item``: the item for an error that ends the stream. ``end`` follows the last item.
-        """
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        """``fault_item``: the item for an error that ends the stream. ``end`` follows the last item."""
+        super().__init__(rest, on_end, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
-        self._rest = rest
-        self._as_api_error = as_api_error
-        self._on_end = on_end
-        self._fault_item, self._end = fault_item, end
-        self._end_reason = "left"  # unless it ends otherwise
+        self._first, self._rest, self._end = first, rest, end
+        self._as_api_error, self._fault_item = as_api_error, fault_item
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await run_until_disconnect(receive, self._send_all(scope, send))
-        except (ClientDisconnected, OSError):
-            pass
-        finally:
-            try:
-                await self._rest.aclose()
-            finally:
-                self._on_end(200, self._end_reason)
-
-    async def _send_all(self, scope: Scope, send: Send) -> None:
+    async def send_all(self, scope: Scope, send: Send) -> None:
         async def put(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -117,12 +136,12 @@ class EventStream(Response):
             await put(frame(self._first))
             async for item in self._rest:
                 await put(frame(item))
-            self._end_reason = ""
+            self.end_reason = ""
         except OSError:
             raise
         except Exception as error:  # the status is sent: the stream itself must report it
             fault = self._as_api_error(error)
-            self._end_reason = fault.code or "error"
+            self.end_reason = fault.code or "error"
             note_fault(scope, fault.status, fault.reason)
             if fault.status == internal().status:
                 log.exception("error in a stream")
@@ -211,9 +230,9 @@ class RequestContext:
 class Admission:
     """Admits, bounds and ends the requests of one application."""
 
-    def __init__(self, limits: RequestLimits, name: str, ends_itself: type[Response]) -> None:
-        """``name`` is for messages; a response of type ``ends_itself`` ends its context once sent."""
-        self._limits, self._name, self._ends_itself = limits, name, ends_itself
+    def __init__(self, limits: RequestLimits, name: str) -> None:
+        """``name`` is for messages."""
+        self._limits, self._name = limits, name
         self.open_requests = OpenRequests()
         self.is_draining = False
 
@@ -234,12 +253,17 @@ class Admission:
             response = await self._run(context, work)
             return response
         finally:
-            if not isinstance(response, self._ends_itself):
+            if not isinstance(response, StreamedResponse):  # which ends its context once sent
                 context.end(CLIENT_CLOSED if response is None else response.status_code)
 
     async def _run(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
+        limit, retry_after_s = self._limits.max_requests, self._limits.retry_after_s
         try:
-            self._admit(context)
+            # Before the body is read, so that refused requests take no memory for bodies and tokens.
+            self.require_open()
+            if self.open_requests.num_open >= limit:
+                raise queue_full(f"{limit} requests are being answered, which is the limit", retry_after_s)
+            context.enter()
             return await work()
         except (ClientDisconnected, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED)
@@ -248,14 +272,6 @@ class Admission:
             if fault.status == internal().status and fault is not error:  # a bug
                 log.exception("request=%s failed", context.request_id)
             return fault.response(context.api)
-
-    def _admit(self, context: RequestContext) -> None:
-        """Before the body is read, so that refused requests take no memory for bodies and tokens."""
-        self.require_open()
-        limit = self._limits.max_requests
-        if self.open_requests.num_open >= limit:
-            raise queue_full(f"{limit} requests are being answered, which is the limit", self._limits.retry_after_s)
-        context.enter()
 
     async def read_object(self, request: Request, context: RequestContext) -> dict[str, Any]:
         """The body, a JSON object, within the limits.

@@ -24,7 +24,7 @@ from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.prompt_compression import CompressionService
-from snapstream.server.http.requests import Admission, EventStream, RequestContext, run_until_disconnect
+from snapstream.server.http.requests import Admission, RequestContext, run_until_disconnect
 from snapstream.server.openai.answer_reader import choose_reasoning, has_special_tags
 from snapstream.server.openai.prompts import Prompts, TokenText
 from snapstream.server.openai.protocol import IgnoredFields, engine_error
@@ -210,7 +210,7 @@ class ServerState(Admission):
         compressor: PromptCompressor | None = None,
         guard: ConnectionGuard | None = None,
     ) -> None:
-        super().__init__(settings, "server", EventStream)
+        super().__init__(settings, "server")
         self.engine = engine
         self.settings = settings
         self._prefill_problem = ""

@@ -112,7 +112,9 @@ async def _renamed(work: Awaitable[T]) -> T:
     try:
         return await work
     except ApiError as error:
-        raise error.renamed(NAMES) from None
+        if error.param is not None:
+            error.param = NAMES.get(error.param, error.param)
+        raise
 
 
 async def _create(
