@@ -166,10 +166,6 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _DROPPED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_")
 
 
-def as_chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [_as_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
-
-
 def as_chat_choice(choice: Mapping[str, Any] | None) -> Any:
     if choice is None:
         return None
@@ -364,7 +360,9 @@ async def _messages(server: ServerState, data: dict[str, Any], context: AnswerCo
     server.require_engine()
     body = _parsed(server, MessagesBody, data)
     check_count("max_tokens", body.max_tokens, 1)
-    chat = _as_chat(body).model_copy(update={"stop": body.stop_sequences, **_sampling(body)})
+    same = ("max_tokens", "temperature", "top_p", "top_k", "kv_cache", "prompt_compression", "cache_salt")
+    sampling = {name: getattr(body, name) for name in same}
+    chat = _as_chat(body).model_copy(update={"stop": body.stop_sequences, **sampling})
     answer = MessageAnswer(await prepare_chat(server, chat, "msg_", context))
     return await respond(server, answer, context, is_streamed=body.stream, end=b"")
 
@@ -384,12 +382,6 @@ def _parsed(server: ServerState, kind: type[B], data: dict[str, Any]) -> B:
     return body.model_copy(update={"tools": tools})
 
 
-def _sampling(body: MessagesBody) -> dict[str, Any]:
-    """The fields with the same name in both."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "kv_cache", "prompt_compression", "cache_salt")
-    return {name: getattr(body, name) for name in names}
-
-
 def _as_chat(body: CountBody) -> ChatBody:
     messages = as_messages(body.system, body.messages)
     last = messages[-1]
@@ -398,7 +390,7 @@ def _as_chat(body: CountBody) -> ChatBody:
     return ChatBody(
         model=body.model,
         messages=messages,
-        tools=as_chat_tools(body.tools) if body.tools else None,
+        tools=[_as_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools or ())] or None,
         tool_choice=as_chat_choice(body.tool_choice),
         parallel_tool_calls=is_parallel(body.tool_choice),
         continue_final_message=has_started or None,
@@ -440,7 +432,8 @@ class BlockWriter:
         out, block, text = [], self.blocks[-1], "".join(self._pieces)
         if block["type"] == "thinking":
             block.update(thinking=text, signature=_signature(text))
-            out.append(self._event("content_block_delta", delta=_signed(block["signature"])))
+            signed = {"type": "signature_delta", "signature": block["signature"]}
+            out.append(self._event("content_block_delta", delta=signed))
         elif block["type"] == "text":
             block["text"] = text
         else:
@@ -479,10 +472,6 @@ def _input(text: str) -> Json:
 def _signature(reasoning: str) -> str:
     """Clients send it back with the block; this server does not check it."""
     return b64encode(sha256(reasoning.encode(errors="replace")).digest()).decode()
-
-
-def _signed(signature: str) -> Json:
-    return {"type": "signature_delta", "signature": signature}
 
 
 class MessageAnswer(EventAnswer):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from snapstream.server.http.errors import ApiError, bad_value, queue_full
 from snapstream.server.options import ServerSettings
 from snapstream.spec_prefill.compressor import StickyCompressor
-from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
+from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.types import CompressionSummary
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class CompressionService:
         """``count`` gets the number of dropped tokens. ValueError for a default without a draft."""
         self._settings, self._count = settings, count
         self.draft: DraftThread | None = None
-        self._threshold = 0 if compressor is None else compressor.protection.threshold
+        self.threshold = 0 if compressor is None else compressor.protection.threshold
         if compressor is not None:
             own = copy.deepcopy(tokenizer)  # fast tokenizers refuse to be used and reconfigured by two threads at once
             self.draft = DraftThread(
@@ -184,13 +184,6 @@ class CompressionService:
         if value is not None:
             raise bad_value(f"{FIELD} is not supported together with {obstacle}", FIELD)
         return None
-
-    def left_uncompressed(
-        self, num_tokens: int, num_stored: int, options: PromptCompression
-    ) -> CompressionSummary | None:
-        """Why a prompt stays uncompressed: so much of it is in the prefix cache; None where it does not."""
-        reason = why_uncompressed(num_tokens, num_stored, options, self._threshold)
-        return uncompressed(reason) if reason else None
 
     async def compress(
         self,

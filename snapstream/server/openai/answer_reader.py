@@ -218,7 +218,7 @@ class ToolCallParser:
     def _after_call(self) -> bool:
         """The end of the call is dropped; closing tags may be missing."""
         try:
-            place = skip_tail(self._text, 0, self._tail)
+            place = skip_tail(self._text, self._tail)
         except NeedMoreText:
             if not self._is_over:
                 return False

@@ -23,7 +23,7 @@ from snapstream.config import InvalidValue, KVBudget, Selector, make_selector
 from snapstream.engine.validate import check_request
 from snapstream.server.engine.api import EngineDead, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value, not_finite
-from snapstream.server.http.prompt_compression import compression_field
+from snapstream.server.http.prompt_compression import compression_field, uncompressed
 from snapstream.server.http.requests import DONE, EventStream
 from snapstream.server.openai.answer_reader import (
     TAGS,
@@ -47,7 +47,7 @@ from snapstream.server.openai.state import AnswerContext, ServerState, Usage
 from snapstream.server.openai.tools import plan_answer, template_tools, tools_of
 from snapstream.server.options import ServerSettings
 from snapstream.server.telemetry import RequestWatch
-from snapstream.spec_prefill.settings import PromptCompression
+from snapstream.spec_prefill.settings import PromptCompression, why_uncompressed
 from snapstream.startup.resolve import resolve_budget
 from snapstream.types import (
     MAX_LOGPROBS,
@@ -121,19 +121,19 @@ def completion_options(
 
 
 def make_request(
+    server: ServerState,
     request_id: str,
     ids: tuple[int, ...],
     options: RequestedOptions,
-    metadata: ModelMetadata,
+    report: CompressionSummary | None,
     *,
-    prompt_param: str,
-    has_tokenizer: bool,
-    prompt_compression: CompressionSummary | None = None,
+    param: str,
 ) -> Request:
-    """One prompt as the engine takes it; 400 for what it would never serve."""
+    """One prompt, of the field ``param``, as the engine takes it; 400 for what it would never serve."""
+    metadata = server.metadata
     rest = metadata.max_model_len - len(ids)
     if rest < (options.max_tokens or 1):
-        raise too_long(len(ids), options.max_tokens, metadata.max_model_len, prompt_param)
+        raise too_long(len(ids), options.max_tokens, metadata.max_model_len, param)
     try:
         sampling = options.sampling if options.max_tokens is not None else replace(options.sampling, max_tokens=rest)
         request = Request(
@@ -142,12 +142,13 @@ def make_request(
             sampling=sampling,
             budget=options.budget,
             selector=options.selector,
-            prompt_compression=prompt_compression,
+            prompt_compression=None if report is None else report.summary(len(ids)),
             priority=options.priority,
         )
+        has_tokenizer = server.prompts.tokenizer is not None
         check_request(request, metadata.engine, vocab_size=metadata.vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
-        raise _fault(error, prompt_param) from None
+        raise _fault(error, param) from None
     return request
 
 
@@ -160,9 +161,9 @@ def check_samples(num_prompts: int, n: int, settings: ServerSettings) -> None:
         )
 
 
-def check_answer_size(requests: Sequence[Request], metadata: ModelMetadata, settings: ServerSettings) -> None:
+def check_answer_size(server: ServerState, requests: Sequence[Request]) -> None:
     """400 for an answer too large for memory: it is built before it is sent."""
-    sampling = requests[0].sampling
+    settings, sampling = server.settings, requests[0].sampling
     if sampling.prompt_logprobs is not None:
         num_tokens = sum(len(request.prompt_token_ids) for request in requests)
         entries = num_tokens * (1 + sampling.prompt_logprobs) * sampling.n
@@ -173,7 +174,7 @@ def check_answer_size(requests: Sequence[Request], metadata: ModelMetadata, sett
                 "logprobs",
             )
     if sampling.return_kept:
-        size = sum(_num_kept(request, metadata) for request in requests)
+        size = sum(_num_kept(request, server.metadata) for request in requests)
         made, what, limit = (
             ("send", "bits", settings.max_kept_bits)
             if sampling.return_kept == "bitmap"
@@ -410,16 +411,8 @@ async def prepare_chat(server: ServerState, body: ChatBody, kind: str, context: 
         if grammar is not plan.grammar:
             await server.require_grammar(grammar, plan.grammar_param)
             options = replace(options, sampling=replace(options.sampling, grammar=grammar))
-    request = make_request(
-        kind + context.answer_id,
-        ids,
-        options,
-        server.metadata,
-        prompt_param="messages",
-        has_tokenizer=True,
-        prompt_compression=None if report is None else report.summary(len(ids)),
-    )
-    check_answer_size([request], server.metadata, server.settings)
+    request = make_request(server, kind + context.answer_id, ids, options, report, param="messages")
+    check_answer_size(server, [request])
     closing_id = server.texts.id_of(tags.closing)
     return PreparedChat(
         model=model,
@@ -449,7 +442,9 @@ async def left_uncompressed(
         ids = (await server.prompts.chat(body, server.metadata.max_model_len, has_tools=has_tools)).ids
     except ApiError:
         return None
-    return server.compression.left_uncompressed(len(ids), await server.engine.num_stored(ids, namespace), compression)
+    num_stored = await server.engine.num_stored(ids, namespace)
+    reason = why_uncompressed(len(ids), num_stored, compression, server.compression.threshold)
+    return uncompressed(reason) if reason else None
 
 
 def new_usage(

@@ -178,14 +178,10 @@ class Marks:
         )
 
 
-def _within(tokenizer: Any, text: str) -> list[int]:
+def _within(tokenizer: Any, text: str) -> tuple[int, ...]:
     """Tokens of a text within another one: some tokenizers add a space before their input."""
-    before, both = (_spelled_ids(tokenizer, one) for one in ("\n", "\n" + text))
-    return both[len(before) :] if both[: len(before)] == before else _spelled_ids(tokenizer, text)
-
-
-def _spelled_ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    before, both = (_encode(tokenizer, one, False) for one in ("\n", "\n" + text))
+    return both[len(before) :] if both[: len(before)] == before else _encode(tokenizer, text, False)
 
 
 def _tokens(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[tuple[int, Span]]:

@@ -547,20 +547,11 @@ async def _completion(server: ServerState, data: dict[str, Any], context: Answer
             )
     prompts = await server.prompts.completion(given, max_len, add_special_tokens=body.add_special_tokens is not False)
     answer_id = f"cmpl-{context.answer_id}"
-    has_tokenizer = server.prompts.tokenizer is not None
     requests = [
-        make_request(
-            f"{answer_id}-{index}",
-            ids,
-            options,
-            server.metadata,
-            prompt_param="prompt",
-            has_tokenizer=has_tokenizer,
-            prompt_compression=None if report is None else report.summary(len(ids)),
-        )
+        make_request(server, f"{answer_id}-{index}", ids, options, report, param="prompt")
         for index, ((_, ids), report) in enumerate(zip(prompts, reports, strict=True))
     ]
-    check_answer_size(requests, server.metadata, server.settings)
+    check_answer_size(server, requests)
     echo = [await server.prompts.echo(text, ids) for text, ids in prompts] if body.echo else None
     usage = new_usage(server, requests, compression, context)
     answer = CompletionAnswer(server, body, answer_id, model, usage, echo)

@@ -63,11 +63,11 @@ class GrammarBuilder:
         self._lines.append(f"{name}: {body}")
         return name
 
-    def add_until(self, stem: str, end: str) -> str:
+    def add_until(self, end: str) -> str:
         """Add a rule for any text that ends with ``end``; returns its name."""
         if self._special is not None and self._special.search(end):  # text cannot contain it
-            return self.add(stem, f"/(?s:.*)/ {self.text(end.lstrip())}")
-        name = f"{stem}_{len(self._lines)}"
+            return self.add("text", f"/(?s:.*)/ {self.text(end.lstrip())}")
+        name = f"text_{len(self._lines)}"
         self._lines.append(f"{name}[suffix={json.dumps(end)}]: /(?s:.*)/")
         return name
 
@@ -162,8 +162,9 @@ def option(text: str, place: int, piece: str) -> int:
     return expect(text, place, piece) if next_is(text, place, piece) else place
 
 
-def skip_tail(text: str, place: int, tail: Sequence[str]) -> int:
+def skip_tail(text: str, tail: Sequence[str]) -> int:
     """The end of what follows the arguments of a call: those pieces of ``tail`` that are there."""
+    place = 0
     for piece in tail:
         place = _skip_id(text, place) if piece == ID_MEMBER else option(text, place, piece)
     return place

@@ -58,7 +58,6 @@ from snapstream.server.openai.tool_format import (
     skip_space,
 )
 from snapstream.server.openai.tool_values import (
-    Wrapping,
     as_json,
     dumps,
     each_property,
@@ -479,16 +478,16 @@ def _escaped(text: str) -> str:
 
 
 class TaggedFormat(CallFormat):
-    """Arguments between ``text_tags``; ``wrapping``: these as a grammar writes them."""
+    """Arguments between ``text_tags``; ``around``: these as a grammar writes them."""
 
     text_tags: ClassVar[Tags]
-    wrapping: ClassVar[Wrapping]
+    around: ClassVar[tuple[str, str]]
 
     def arguments(self, schema: Mapping[str, Any]) -> ArgumentReader:
         return TaggedArguments(self.text_tags, schema)
 
     def write_arguments(self, rules: GrammarBuilder, function: Function) -> str:
-        return each_property(rules, function, self.wrapping)
+        return each_property(rules, function, self.around)
 
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -502,7 +501,7 @@ class Qwen3Coder(TaggedFormat):
         key_start="<parameter=", key_end=">", value_start="", value_end="</parameter>", end="</function>",
         other_end=TOOL_CALL_END, has_lines=True,
     )  # fmt: skip
-    wrapping = Wrapping("<parameter={key}>\n", "\n</parameter>\n")
+    around = ("<parameter={key}>\n", "\n</parameter>\n")
     call_head, call_tail = f"{TOOL_CALL}\n<function=%s>\n", f"</function>\n{TOOL_CALL_END}"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -522,7 +521,7 @@ class Glm45(TaggedFormat):
         value_end="</arg_value>",
         end=TOOL_CALL_END,
     )
-    wrapping = Wrapping("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n")
+    around = ("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n")
     call_head, call_tail = f"{TOOL_CALL}%s\n", TOOL_CALL_END
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -535,7 +534,7 @@ class Glm45(TaggedFormat):
 class Glm47(Glm45):
     name = "glm47"
     between = ""
-    wrapping = Wrapping("<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
+    around = ("<arg_key>{key}</arg_key><arg_value>", "</arg_value>")
     call_head = f"{TOOL_CALL}%s"
 
 
@@ -553,7 +552,7 @@ class MiniMaxM2(TaggedFormat):
         key_start='<parameter name="', key_end='">', value_start="", value_end="</parameter>", end="</invoke>",
         other_end=MINIMAX_SECTION_END,
     )  # fmt: skip
-    wrapping = Wrapping('<parameter name="{key}">', "</parameter>\n")
+    around = ('<parameter name="{key}">', "</parameter>\n")
     call_head, call_tail = '<invoke name="%s">\n', "</invoke>"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:
@@ -576,7 +575,7 @@ class MiniMaxM3(TaggedFormat):
         key_start=f"{M3}<", key_end=">", value_start="", value_end=f"{M3}</{{key}}>", end=f"{M3}</invoke>",
         other_end=f"{M3}{TOOL_CALL_END}", inner=re.compile(re.escape(M3) + "<(/?)([^<>]*)>"),
     )  # fmt: skip
-    wrapping = Wrapping(f"{M3}<{{key}}>", f"{M3}</{{key}}>")
+    around = (f"{M3}<{{key}}>", f"{M3}</{{key}}>")
     call_head, call_tail = f'{M3}<invoke name="%s">', f"{M3}</invoke>"
 
     def read_head(self, text: str, names: Collection[str], *, is_next: bool) -> Head:

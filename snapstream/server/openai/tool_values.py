@@ -189,25 +189,17 @@ _PLACES = ("$defs", "definitions")  # where references lead
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapping:
-    """The text around a value; ``{key}`` stands for its key."""
-
-    before: str
-    after: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Parameter:
     name: str
     schema: Any
     is_required: bool
 
 
-def each_property(rules: GrammarBuilder, function: Function, wrapping: Wrapping) -> str:
-    """Arguments one after another, each in its tags."""
+def each_property(rules: GrammarBuilder, function: Function, around: tuple[str, str]) -> str:
+    """Arguments one after another, each in its tags: ``around`` a value, where ``{key}`` stands for its key."""
     parts = []
     for one in _parameters(function):
-        before, after = (part.replace("{key}", one.name) for part in (wrapping.before, wrapping.after))
+        before, after = (part.replace("{key}", one.name) for part in around)
         whole = f"{rules.text(before)} {_raw(rules, function, one, after)}"
         parts.append(whole if one.is_required else f"({whole})?")
     return " ".join(parts)
@@ -266,7 +258,7 @@ def _raw(rules: GrammarBuilder, function: Function, one: _Parameter, after: str)
         return f"{custom} {rules.text(after)}"
     choices = _choices(rules, function, one.schema, set())
     if not choices:
-        return rules.add_until("text", after)
+        return rules.add_until(after)
     return f"{rules.choice(choices)} {rules.text(after)}"
 
 

@@ -322,21 +322,13 @@ def _structured(given: Mapping[str, Any]) -> Grammar | None:
         have = " and ".join(wanted) or "none"
         raise bad_value(f"{field} must have one of {', '.join(_MAKERS)}; it has {have}", field)
     ((kind, value),) = wanted.items()
-    return _one(kind, value, f"{field}.{kind}", field)
-
-
-def _one(kind: str, value: Any, place: str, param: str) -> Grammar:
-    make, is_fit, wanted = _MAKERS[kind]
+    make, is_fit, needed = _MAKERS[kind]
     if not is_fit(value):
-        raise bad_value(f"{place} is {value!r:.200}; it must be {wanted}", param)
+        raise bad_value(f"{field}.{kind} is {value!r:.200}; it must be {needed}", field)
     try:
         return make(value)
     except ValueError as error:
-        raise bad_value(f"{place}: {error}", param) from None
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, (str, Mapping))
+        raise bad_value(f"{field}.{kind}: {error}", field) from None
 
 
 def _is_text(value: Any) -> bool:
@@ -349,7 +341,11 @@ def _is_texts(value: Any) -> bool:
 
 # As in vLLM, a schema may also be a JSON text, and is enforced as far as possible.
 _MAKERS: Mapping[str, tuple[Callable[[Any], Grammar], Callable[[Any], bool], str]] = {
-    "json": (lambda value: Grammar.json_schema(value, strict=False), _is_schema, "a JSON schema"),
+    "json": (
+        lambda value: Grammar.json_schema(value, strict=False),
+        lambda value: isinstance(value, (str, Mapping)),
+        "a JSON schema",
+    ),
     "regex": (Grammar.regex, _is_text, "a regular expression"),
     "choice": (Grammar.choice, _is_texts, "a list of strings, and not empty"),
     "grammar": (Grammar.lark, _is_text, "a grammar (Lark or GBNF)"),

@@ -410,23 +410,20 @@ class ResponseStore:
         """Store a response that has ended; ``own``: the items of the request itself, ``before``: what it continues."""
         output = response["output"]
         size = (before.num_bytes if before else 0) + len(to_json([*own, *output]))
+        if size > self._max_bytes:  # it would evict all others
+            return
+        stored = self._by_key[owner]
         items = (*(before.items if before else ()), *own, *output)
-        self.put(response, owner, Stored(dict(response), items, size))
+        stored.put(response["id"], Stored(dict(response), items, size))
+        if len(stored.responses) > self._limit:
+            self._drop(next(iter(stored.responses)), owner)
+        while self.num_bytes > self._max_bytes:
+            most = max(self._by_key, key=lambda name: self._by_key[name].num_bytes)
+            self._drop(next(iter(self._by_key[most].responses)), most)
 
     def delete(self, response_id: str, owner: bytes) -> None:
         self._need(response_id, owner)
         self._drop(response_id, owner)
-
-    def put(self, response: Mapping[str, Any], owner: bytes, stored: Stored) -> None:
-        if stored.num_bytes > self._max_bytes:  # it would evict all others
-            return
-        own = self._by_key[owner]
-        own.put(response["id"], stored)
-        if len(own.responses) > self._limit:
-            self._drop(next(iter(own.responses)), owner)
-        while self.num_bytes > self._max_bytes:
-            most = max(self._by_key, key=lambda name: self._by_key[name].num_bytes)
-            self._drop(next(iter(self._by_key[most].responses)), most)
 
     def _own(self, response_id: str, owner: bytes) -> Stored | None:
         own = self._by_key.get(owner)
