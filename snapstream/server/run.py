@@ -42,7 +42,7 @@ from snapstream.server.http.lifecycle import (
     warn_if_open,
 )
 from snapstream.server.openai.state import ServerState
-from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
+from snapstream.server.options import ApiOptions, ServeOptions, ServerSettings, all_keys, answered_hosts
 from snapstream.server.telemetry import Tracing, otlp_tracing
 from snapstream.spec_prefill.settings import protection_of
 
@@ -212,7 +212,7 @@ async def _load_server(
     tracing: Tracing | None,
 ) -> ServerState:
     """Load the tokenizer and the draft, then let the application answer."""
-    tokenizer = await asyncio.to_thread(_load_tokenizer, spec, options)
+    tokenizer = await asyncio.to_thread(load_tokenizer, spec.model, options)
     created = int(time.time())
     compressor = None if options.draft is None else await asyncio.to_thread(_load_draft, spec, options)
     if compressor is not None and tokenizer is None:
@@ -230,17 +230,18 @@ async def _load_server(
     return state
 
 
-def _load_tokenizer(spec: EngineSpec, options: ServeOptions) -> PreTrainedTokenizerBase | None:
-    tokenizer = find_tokenizer(Path(spec.model))
+def load_tokenizer(model: str, options: ApiOptions) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a checkpoint folder, with the template that conversations are rendered with."""
+    tokenizer = find_tokenizer(Path(model))
     if options.chat_template is not None:
         if tokenizer is None:
-            raise ValueError(f"{spec.model} has no tokenizer; --chat-template needs one")
+            raise ValueError(f"{model} has no tokenizer; a chat template needs one")
         tokenizer.chat_template = read_template(options.chat_template)
     elif tokenizer is not None and isinstance(tokenizer.chat_template, str):
         try:
             check_template(tokenizer.chat_template)
         except TemplateFault as fault:
-            log.warning("%s: chat template: %s; requests with messages will be refused", spec.model, fault)
+            log.warning("%s: chat template: %s; requests with messages will be refused", model, fault)
     return tokenizer
 
 

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 from time import monotonic
 
 from fastapi import FastAPI
@@ -43,7 +42,6 @@ from snapstream.integrations.ray.replicas import (
     Report,
     Route,
 )
-from snapstream.models.tokenizer import find_tokenizer, read_template
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineDead, EngineSpec, ModelMetadata, RequestDelta
 from snapstream.server.engine.process import EngineProcess
@@ -51,6 +49,7 @@ from snapstream.server.http.errors import Middleware
 from snapstream.server.http.lifecycle import set_up_log
 from snapstream.server.http.middleware import REQUEST_ID
 from snapstream.server.options import Role, ServerSettings
+from snapstream.server.run import load_tokenizer
 from snapstream.types import QueueFull, Request
 
 
@@ -114,11 +113,7 @@ class Ingress:
         set_up_log("text")
         self._engine = ReplicatedEngine(HandleReplicas(decode))
         self._watching = asyncio.create_task(self._engine.replicas.watch(), name="replica-watch")
-        tokenizer = await asyncio.to_thread(find_tokenizer, Path(config.model))
-        if config.front.chat_template is not None:
-            if tokenizer is None:
-                raise ValueError(f"{config.model} has no tokenizer; chat_template needs one")
-            tokenizer.chat_template = read_template(config.front.chat_template)
+        tokenizer = await asyncio.to_thread(load_tokenizer, config.model, config.front)
         settings = replace(settings, namespace_secret=_secret(settings.api_keys))
         created = int(time.time())
         self._app = make_app(

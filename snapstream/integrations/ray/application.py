@@ -37,7 +37,7 @@ from snapstream.models.sharding import rank_config
 from snapstream.server.engine.api import EngineSpec
 from snapstream.server.http.lifecycle import listen
 from snapstream.server.options import ServeOptions, ServerSettings, all_keys, answered_hosts
-from snapstream.server.run import check_models, most_requests
+from snapstream.server.run import KEEP_ALIVE_S, check_models, most_requests
 
 
 class RegistryRouter(RequestRouter):
@@ -166,7 +166,6 @@ def _path(kind: type, mark: str = ".") -> str:
 log = logging.getLogger(__name__)
 
 APPLICATION = "snapstream"
-KEEP_ALIVE_S = 75  # of an idle connection, as in ``server/run.py``
 OBJECT_STORE_BYTES = 100 * 2**20  # of a cluster of our own: we send nothing large enough for Ray to store it there
 CONNECT_S = 10.0
 ERROR = re.compile(r"^(?:\w+\.)*\w*(?:Error|EngineDead): (.+)$", re.MULTILINE)  # the last line of a traceback
