@@ -23,13 +23,12 @@ from hashlib import sha256
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Response
-from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from pydantic_core import from_json
 
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, body_schema, object_of
+from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, answers, object_of
 from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, Event, Reasoning
 from snapstream.server.openai.generation import EventAnswer, Json, PreparedChat, prepare_chat, prompt_ids, respond
 from snapstream.server.openai.protocol import (
@@ -337,26 +336,14 @@ B = TypeVar("B", bound=CountBody)
 def anthropic_routes(server: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post(
-        "/v1/messages",
-        openapi_extra=body_schema(MessagesBody),
-        responses=answers(MESSAGE, can_stream=True, error=ERROR),
-    )
-    async def messages(request: HttpRequest) -> Response:
-        return await server.answer(request, lambda data, context: _messages(server, data, context))
-
-    @router.post(
-        "/v1/messages/count_tokens",
-        openapi_extra=body_schema(CountBody),
-        responses=answers(COUNTED, error=ERROR),
-    )
-    async def count_tokens(request: HttpRequest) -> Response:
-        return await server.answer(request, lambda data, _: _count(server, data))
-
+    responses = answers(MESSAGE, can_stream=True, error=ERROR)
+    server.add_post(router, "/v1/messages", messages, MessagesBody, responses=responses)
+    responses = answers(COUNTED, error=ERROR)
+    server.add_post(router, "/v1/messages/count_tokens", count_tokens, CountBody, responses=responses)
     return router
 
 
-async def _messages(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+async def messages(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
     body = _parsed(server, MessagesBody, data)
     check_count("max_tokens", body.max_tokens, 1)
@@ -367,7 +354,7 @@ async def _messages(server: ServerState, data: dict[str, Any], context: AnswerCo
     return await respond(server, answer, context, is_streamed=body.stream, end=b"")
 
 
-async def _count(server: ServerState, data: dict[str, Any]) -> Response:
+async def count_tokens(server: ServerState, data: dict[str, Any], _: AnswerContext) -> Response:
     """Tokens of the prompt of ``/v1/messages`` with the same fields."""
     body = _parsed(server, CountBody, data)
     server.require_model(body.model)

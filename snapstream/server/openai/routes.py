@@ -27,7 +27,7 @@ from pydantic_core import to_json
 from snapstream.config import DEFAULT_SINK
 from snapstream.server.engine.api import RequestDelta, SampleDelta
 from snapstream.server.http.errors import bad_value
-from snapstream.server.http.openapi import answers, body_schema
+from snapstream.server.http.openapi import answers
 from snapstream.server.http.prompt_compression import compression_field
 from snapstream.server.openai import protocol
 from snapstream.server.openai.answer_reader import (
@@ -411,17 +411,9 @@ def _take_events(state: _Choice, events: Sequence[Event]) -> None:
 def tokenizer_routes(server: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post(
-        "/tokenize",
-        openapi_extra=body_schema(TokenizePromptBody, TokenizeChatBody),
-        responses=answers(protocol.TOKENIZED),
-    )
-    async def tokenize(request: HttpRequest) -> Response:
-        return await server.answer(request, lambda data, *_: _tokenize(server, data))
-
-    @router.post("/detokenize", openapi_extra=body_schema(DetokenizeBody), responses=answers(protocol.DETOKENIZED))
-    async def detokenize(request: HttpRequest) -> Response:
-        return await server.answer(request, lambda data, *_: _detokenize(server, data))
+    kinds = (TokenizePromptBody, TokenizeChatBody)
+    server.add_post(router, "/tokenize", tokenize, *kinds, responses=answers(protocol.TOKENIZED))
+    server.add_post(router, "/detokenize", detokenize, DetokenizeBody, responses=answers(protocol.DETOKENIZED))
 
     @router.get("/tokenizer_info", responses=answers(protocol.TOKENIZER))
     async def tokenizer_info() -> Response:
@@ -440,7 +432,7 @@ def tokenizer_routes(server: ServerState) -> APIRouter:
     return router
 
 
-async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
+async def tokenize(server: ServerState, data: dict[str, Any], _: AnswerContext) -> Response:
     """The prompt as its own endpoint would tokenize it, with the same errors."""
     max_len = server.metadata.max_model_len
     body: TokenizeChatBody | TokenizePromptBody
@@ -461,7 +453,7 @@ async def _tokenize(server: ServerState, data: dict[str, Any]) -> Response:
     return JSONResponse(answer)
 
 
-async def _detokenize(server: ServerState, data: dict[str, Any]) -> Response:
+async def detokenize(server: ServerState, data: dict[str, Any], _: AnswerContext) -> Response:
     body = server.ignored.parse(DetokenizeBody, data)
     server.require_model(body.model)
     return JSONResponse({"prompt": await server.prompts.decode(body.tokens)})
@@ -489,21 +481,9 @@ def _tokenizer_info(server: ServerState) -> dict[str, Any]:
 def openai_routes(server: ServerState) -> APIRouter:
     router = APIRouter()
 
-    @router.post(
-        "/v1/chat/completions",
-        openapi_extra=body_schema(ChatBody),
-        responses=answers(protocol.CHAT, can_stream=True),
-    )
-    async def chat_completions(request: HttpRequest) -> Response:
-        return await server.answer(request, lambda data, context: _chat(server, data, context))
-
-    @router.post(
-        "/v1/completions",
-        openapi_extra=body_schema(CompletionBody),
-        responses=answers(protocol.COMPLETION, can_stream=True),
-    )
-    async def completions(request: HttpRequest) -> Response:
-        return await server.answer(request, lambda data, context: _completion(server, data, context))
+    chats, texts = (answers(kind, can_stream=True) for kind in (protocol.CHAT, protocol.COMPLETION))
+    server.add_post(router, "/v1/chat/completions", chat_completions, ChatBody, responses=chats)
+    server.add_post(router, "/v1/completions", completions, CompletionBody, responses=texts)
 
     @router.get("/v1/models", responses=answers(protocol.MODELS))
     async def models() -> Response:
@@ -518,14 +498,14 @@ def openai_routes(server: ServerState) -> APIRouter:
     return router
 
 
-async def _chat(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+async def chat_completions(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
     body = server.ignored.parse(ChatBody, data)
     answer = ChatAnswer(server, body, await prepare_chat(server, body, "chatcmpl-", context))
     return await respond(server, answer, context, is_streamed=body.stream)
 
 
-async def _completion(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+async def completions(server: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
     body = server.ignored.parse(CompletionBody, data)
     model, (grammar, param) = server.require_model(body.model), read_structured_output(body)

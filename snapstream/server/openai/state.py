@@ -10,11 +10,13 @@ from base64 import b64encode
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
-from fastapi import Response
+from pydantic import BaseModel
 
 from snapstream.config import KVBudget, Selector
 from snapstream.grammar import GrammarChecker
@@ -23,6 +25,7 @@ from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
+from snapstream.server.http.openapi import body_schema
 from snapstream.server.http.prompt_compression import CompressionService
 from snapstream.server.http.requests import Admission, RequestContext, run_until_disconnect
 from snapstream.server.openai.answer_reader import choose_reasoning, has_special_tags
@@ -174,6 +177,7 @@ class AnswerContext(RequestContext):
     """``usage`` is set once its prompts are known."""
 
     usage: Usage | None = None
+    caller: bytes = b""
     namespace: str = ""  # of the prefix store: the callers that share prefixes
 
     def fields(self, status: int, reason: str) -> dict[str, Any]:
@@ -198,6 +202,13 @@ class AnswerContext(RequestContext):
 log = logging.getLogger(__name__)
 
 Work = Callable[[dict[str, Any], AnswerContext], Coroutine[Any, Any, Response]]  # takes the body
+Handler = Callable[["ServerState", dict[str, Any], AnswerContext], Coroutine[Any, Any, Response]]
+
+
+def caller_of(request: HttpRequest) -> bytes:
+    """The digest of the request's key; b"" if the server requires none."""
+    caller: bytes = getattr(request.state, "caller", b"")
+    return caller
 
 
 class ServerState(Admission):
@@ -298,10 +309,27 @@ class ServerState(Admission):
             except ValueError as error:
                 raise bad_value(str(error), param) from None
 
+    def add_post(
+        self, router: APIRouter, path: str, handler: Handler, *kinds: type[BaseModel], responses: dict[int | str, Any]
+    ) -> None:
+        """A route for bodies of these ``kinds``; ``/openapi.json`` lists it by the name of its handler."""
+
+        async def route(request: HttpRequest) -> Response:
+            return await self.answer(request, partial(handler, self))
+
+        router.add_api_route(
+            path, route, methods=["POST"], name=handler.__name__, openapi_extra=body_schema(*kinds), responses=responses
+        )
+
     async def answer(self, request: HttpRequest, work: Work) -> Response:
         """Run a handler: cancelled if the client disconnects, errors in the API's form, logged."""
         context = AnswerContext(
-            self.open_requests, request.state.own_id, request.state.request_id, request.url.path, api_of(request.scope)
+            self.open_requests,
+            request.state.own_id,
+            request.state.request_id,
+            request.url.path,
+            api_of(request.scope),
+            caller=caller_of(request),
         )
 
         async def watched() -> Response:
@@ -313,7 +341,7 @@ class ServerState(Admission):
 
     def namespace(self, request: HttpRequest, salt: Any = None) -> str:
         """The caller's namespace in the prefix store."""
-        return self._namespaces.of(getattr(request.state, "caller", b""), salt)
+        return self._namespaces.of(caller_of(request), salt)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse requests, let the open ones end for at most ``timeout_s``, then end the engine: prompts that wait here

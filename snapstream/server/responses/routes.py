@@ -26,13 +26,13 @@ from fastapi.responses import JSONResponse
 
 from snapstream.server.engine.api import SampleDelta
 from snapstream.server.http.errors import ApiError, bad_value
-from snapstream.server.http.openapi import answers, body_schema
+from snapstream.server.http.openapi import answers
 from snapstream.server.openai.answer_reader import CallPiece, CallStart, Content, Event, Reasoning
 from snapstream.server.openai.generation import EventAnswer, Json, PreparedChat, Step, prepare_chat, prompt_ids, respond
 from snapstream.server.openai.prompts import TokenText
 from snapstream.server.openai.protocol import ChatBody, SamplingBody, check_count
 from snapstream.server.openai.routes import chat_entries
-from snapstream.server.openai.state import AnswerContext, ServerState, Usage
+from snapstream.server.openai.state import AnswerContext, ServerState, Usage, caller_of
 from snapstream.server.responses import protocol
 from snapstream.server.responses.protocol import (
     MAX_METADATA,
@@ -68,44 +68,29 @@ def responses_routes(server: ServerState) -> APIRouter:
     router = APIRouter()
     store = ResponseStore(server.settings.responses_store, server.settings.max_stored_bytes)
 
-    @router.post(
-        "/v1/responses",
-        openapi_extra=body_schema(ResponsesBody),
-        responses=answers(protocol.RESPONSE, can_stream=True),
-    )
-    async def create(request: HttpRequest) -> Response:
-        owner = owner_of(request)
-        return await server.answer(
-            request, lambda data, context: _renamed(_create(server, store, data, context, owner))
-        )
+    async def create(_: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+        return await _renamed(_create(server, store, data, context))
 
-    @router.post(
-        "/v1/responses/input_tokens",
-        openapi_extra=body_schema(ResponsesBody),
-        responses=answers(protocol.COUNTED),
-    )
-    async def input_tokens(request: HttpRequest) -> Response:
-        owner = owner_of(request)
-        return await server.answer(request, lambda data, _: _renamed(_count(server, store, data, owner)))
+    async def input_tokens(_: ServerState, data: dict[str, Any], context: AnswerContext) -> Response:
+        return await _renamed(_count(server, store, data, context.caller))
+
+    responses = answers(protocol.RESPONSE, can_stream=True)
+    server.add_post(router, "/v1/responses", create, ResponsesBody, responses=responses)
+    responses = answers(protocol.COUNTED)
+    server.add_post(router, "/v1/responses/input_tokens", input_tokens, ResponsesBody, responses=responses)
 
     @router.get("/v1/responses/{response_id}", responses=answers(protocol.RESPONSE))
     async def retrieve(request: HttpRequest, response_id: str) -> Response:
         if request.query_params.get("stream", "false") == "true":
             raise bad_value("a stored response cannot be streamed again", "stream", "unsupported_parameter")
-        return JSONResponse(store.get(response_id, owner_of(request)))
+        return JSONResponse(store.get(response_id, caller_of(request)))
 
     @router.delete("/v1/responses/{response_id}", responses=answers(protocol.DELETED))
     async def delete(request: HttpRequest, response_id: str) -> Response:
-        store.delete(response_id, owner_of(request))
+        store.delete(response_id, caller_of(request))
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     return router
-
-
-def owner_of(request: HttpRequest) -> bytes:
-    """The key whose responses a request may access; b"" if the server requires none."""
-    caller: bytes = getattr(request.state, "caller", b"")
-    return caller
 
 
 async def _renamed(work: Awaitable[T]) -> T:
@@ -117,11 +102,9 @@ async def _renamed(work: Awaitable[T]) -> T:
         raise
 
 
-async def _create(
-    server: ServerState, store: ResponseStore, data: dict[str, Any], context: AnswerContext, owner: bytes
-) -> Response:
+async def _create(server: ServerState, store: ResponseStore, data: dict[str, Any], context: AnswerContext) -> Response:
     server.require_engine()
-    body = _parsed(server, data)
+    body, owner = _parsed(server, data), context.caller
     _check(body, store)
     own = store.resolve(read_input(body.input), owner)
     before = store.before(body.previous_response_id, owner)
