@@ -437,8 +437,6 @@ async def _run(load: Load, options: ProxyOptions, listener: socket.socket) -> No
     loading = asyncio.create_task(start())
     try:
         await serve_until_signal(proxy_config(startup), startup, listener, loading, options.drain_timeout)
-        if loading.done() and not startup.is_draining:
-            loading.result()  # raises the error that ended it
     finally:
         loading.cancel()
         [proxy] = await asyncio.gather(loading, return_exceptions=True)

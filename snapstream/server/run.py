@@ -174,11 +174,8 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         )
         try:
             await serve_until_signal(config, startup, listener, loading, options.drain_timeout)
-            if loading.done() and not startup.is_draining:
-                try:
-                    loading.result()  # raises the error that ended it
-                except (ValueError, OSError) as error:
-                    raise CannotLoad(str(error)) from error
+        except (ValueError, OSError) as error:
+            raise CannotLoad(str(error)) from error
         finally:
             await engine.shutdown(0)
             for task in (starting, making):

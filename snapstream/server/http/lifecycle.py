@@ -201,7 +201,7 @@ async def serve_until_signal(
     loading: asyncio.Future[Any],
     drain_timeout_s: float,
 ) -> None:
-    """Serve until a signal, or until ``loading`` fails."""
+    """Serve until a signal, or until ``loading`` fails; then its error is raised."""
     server = DrainingServer(config, startup, drain_timeout_s)
 
     def after_loading(done: asyncio.Future[Any]) -> None:
@@ -210,6 +210,8 @@ async def serve_until_signal(
 
     loading.add_done_callback(after_loading)
     await server.serve(sockets=[listener])
+    if loading.done() and not startup.is_draining:
+        loading.result()
 
 
 def url_of(host: str, listener: socket.socket, scheme: str = "http") -> str:
