@@ -304,32 +304,26 @@ async def _run_waiting(
     arrived_at: float,
     queue: asyncio.Queue[Step | Exception],
 ) -> None:
-    """Put the deltas of one prompt after the other into the queue, until none is left."""
+    """Put the deltas of one prompt after the other into the queue, until none is left.
+
+    A full engine queue refuses the first prompt, and so the whole HTTP request, at once; later ones wait.
+    """
     try:
         for index, request in waiting:
-            async with aclosing(_run_retrying(server, index, request, arrived_at)) as deltas:
-                async for delta in deltas:
-                    queue.put_nowait((index, delta))
+            delay = RETRY_S
+            while True:
+                try:
+                    async with aclosing(_run(server, request, arrived_at)) as deltas:
+                        async for delta in deltas:
+                            queue.put_nowait((index, delta))
+                    break
+                except QueueFull:
+                    if index == 0:
+                        raise
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, MAX_RETRY_S)
     except Exception as error:
         queue.put_nowait(error)
-
-
-async def _run_retrying(
-    server: ServerState, index: int, request: Request, arrived_at: float
-) -> AsyncGenerator[RequestDelta, None]:
-    """One prompt. A full queue refuses the first one, and so the whole HTTP request, at once; later ones wait."""
-    delay = RETRY_S
-    while True:
-        try:
-            async with aclosing(_run(server, request, arrived_at)) as deltas:
-                async for delta in deltas:
-                    yield delta
-            return
-        except QueueFull:
-            if index == 0:
-                raise
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, MAX_RETRY_S)
 
 
 async def _run(server: ServerState, request: Request, arrived_at: float) -> AsyncGenerator[RequestDelta, None]:
