@@ -135,11 +135,6 @@ class ModelMetadata:
     def max_model_len(self) -> int:
         return self.engine.max_model_len
 
-    @property
-    def num_heads(self) -> int:
-        """kv heads of all layers: how many lists of kept positions a prompt has."""
-        return self.num_layers * self.num_kv_heads
-
 
 @dataclass(frozen=True, slots=True)
 class Loading:

@@ -189,7 +189,8 @@ def _num_kept(request: Request, metadata: ModelMetadata) -> int:
     prompt_len, budget = len(request.prompt_token_ids), request.budget or metadata.engine.budget
     if prompt_len <= budget.capacity:  # the row keeps the whole prompt
         return 0
-    return metadata.num_heads * (prompt_len if request.sampling.return_kept == "bitmap" else budget.num_topk)
+    num_each = prompt_len if request.sampling.return_kept == "bitmap" else budget.num_topk
+    return metadata.num_layers * metadata.num_kv_heads * num_each
 
 
 def _options(
