@@ -22,7 +22,7 @@ from snapstream.server.apis import APIS
 from snapstream.server.engine.api import AsyncEngine, ModelMetadata
 from snapstream.server.engine.remote_prefill import CHECK_PATH, PREFILL_PATH, compatibility_info, transfer_error
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.errors import ApiError, FaultCount, SelectApi, add_error_handlers, api_of, bad_value
+from snapstream.server.http.errors import ApiError, FaultCount, SelectApi, add_error_handlers, bad_value
 from snapstream.server.http.lifecycle import status_routes
 from snapstream.server.http.middleware import (
     REQUEST_ID,
@@ -155,9 +155,7 @@ def peer_routes(state: ServerState) -> APIRouter:
     @router.post(PREFILL_PATH, include_in_schema=False)
     async def prefill(http: HttpRequest) -> Response:
         digest = proven_digest(http, PREFILL_PATH)
-        context = RequestContext(
-            state.open_requests, http.state.own_id, http.state.request_id, http.url.path, api_of(http.scope)
-        )
+        context = RequestContext.of(state.open_requests, http)
 
         async def work() -> Response:
             body = await state.read_bytes(http, context)

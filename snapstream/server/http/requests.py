@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from fastapi import Request, Response
 from pydantic_core import from_json, to_json
@@ -26,6 +26,7 @@ from snapstream.server.http.errors import (
     CLIENT_CLOSED,
     Api,
     ApiError,
+    api_of,
     bad_value,
     internal,
     note_fault,
@@ -198,6 +199,12 @@ class RequestContext:
     arrived_at: float = field(default_factory=monotonic)
     is_open: bool = False
     num_bytes: int = 0
+
+    @classmethod
+    def of(cls, open_requests: OpenRequests, request: Request, **own: Any) -> Self:
+        """Of a request that ``RequestId`` and ``SelectApi`` have seen; ``own``: fields of a subclass."""
+        state = request.state
+        return cls(open_requests, state.own_id, state.request_id, request.url.path, api_of(request.scope), **own)
 
     def enter(self) -> None:
         self.is_open = True

@@ -34,32 +34,6 @@ if TYPE_CHECKING:
 PASSED_TEXTS = ("name", "tool_call_id", "reasoning_content")  # besides role, content and tool_calls
 
 
-def normalize(messages: Sequence[Mapping[str, Any]], *, has_developer: bool) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them, by the rules of ``LLM.chat``; 400 for a malformed one.
-
-    ``has_developer``: the template knows that role; otherwise it becomes ``system``, its older name.
-    """
-    if not messages:
-        raise bad_value("messages is empty; it needs at least one message", "messages")
-    try:
-        conversation = as_conversation(messages, has_developer=has_developer, parse=parse_arguments)
-    except ValueError as error:
-        raise bad_value(str(error), "messages") from None
-    for index, message in enumerate(messages):
-        if message.get("audio") is not None:
-            raise bad_value(
-                f"messages[{index}].audio refers to a stored answer; this server stores no audio", "messages"
-            )
-    return [
-        {
-            name: value
-            for name, value in message.items()
-            if name in ("role", "content", "tool_calls") or (name in PASSED_TEXTS and isinstance(value, str))
-        }
-        for message in conversation
-    ]
-
-
 UNTRUSTED = ("user", "tool")  # roles whose texts come from anywhere
 _BEGIN, _END = "\ue000", "\ue001"  # around a random number, so that a mark cannot be forged
 
@@ -330,8 +304,27 @@ def _render(
 
 
 def _normalized(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them, by the rules of ``LLM.chat``; 400 for a malformed one."""
+    if not messages:
+        raise bad_value("messages is empty; it needs at least one message", "messages")
     template = str(tokenizer.chat_template)
-    found = normalize(messages, has_developer="developer" in template)
+    try:
+        conversation = as_conversation(messages, has_developer="developer" in template, parse=parse_arguments)
+    except ValueError as error:
+        raise bad_value(str(error), "messages") from None
+    for index, message in enumerate(messages):
+        if message.get("audio") is not None:
+            raise bad_value(
+                f"messages[{index}].audio refers to a stored answer; this server stores no audio", "messages"
+            )
+    found = [
+        {
+            name: value
+            for name, value in message.items()
+            if name in ("role", "content", "tool_calls") or (name in PASSED_TEXTS and isinstance(value, str))
+        }
+        for message in conversation
+    ]
     if "reasoning_content" in template or ".thinking" not in template:
         return found
     for message in found:  # gpt-oss refuses it next to content, which is then the reasoning

@@ -23,7 +23,7 @@ from snapstream.grammar import GrammarChecker
 from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.errors import ApiError, api_of, bad_value, unavailable
+from snapstream.server.http.errors import ApiError, bad_value, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.openapi import body_schema
 from snapstream.server.http.prompt_compression import CompressionService
@@ -323,14 +323,7 @@ class ServerState(Admission):
 
     async def answer(self, request: HttpRequest, work: Work) -> Response:
         """Run a handler: cancelled if the client disconnects, errors in the API's form, logged."""
-        context = AnswerContext(
-            self.open_requests,
-            request.state.own_id,
-            request.state.request_id,
-            request.url.path,
-            api_of(request.scope),
-            caller=caller_of(request),
-        )
+        context = AnswerContext.of(self.open_requests, request, caller=caller_of(request))
 
         async def watched() -> Response:
             data = {} if request.method == "GET" else await self.read_object(request, context)
