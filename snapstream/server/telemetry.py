@@ -84,7 +84,7 @@ class Metrics:
         self._stats = stats
         self._has_vllm_names, self._has_transfers = has_vllm_names, has_transfers
         self._guard = guard
-        self.on_request: Callable[[RequestTimes], None] | None = None  # called at the end of every prompt
+        self.on_request: Callable[[RequestWatch], None] | None = None  # called at the end of every prompt
         self._registry = CollectorRegistry(auto_describe=False)
         self._histograms = {
             name: Histogram(OURS + name, text, ["model_name"], buckets=buckets, registry=self._registry)
@@ -191,66 +191,56 @@ class Metrics:
 
 
 @dataclass(kw_only=True)
-class RequestTimes:
-    """What is known of one prompt, in seconds of ``monotonic``. None: it did not reach that stage."""
+class RequestWatch:
+    """Measures one prompt: ``see`` each delta, ``end`` once. Times are seconds of ``monotonic``; None: not reached."""
 
+    metrics: Metrics
+    request: Request
     arrived_at: float
     first_token_at: float | None = None
+    last_token_at: float | None = None
     ended_at: float = 0.0
     queue_s: float | None = None
     prefill_s: float | None = None
-    num_prompt: int  # tokens
     num_tokens: int = 0  # generated, of all samples
     finish_reasons: list[str] = field(default_factory=list)  # of its samples
 
-
-class RequestWatch:
-    """Measures one prompt: ``see`` each delta, ``end`` once."""
-
-    def __init__(self, metrics: Metrics, request: Request, arrived_at: float) -> None:
-        self._metrics = metrics
-        self._times = RequestTimes(arrived_at=arrived_at, num_prompt=request.num_prompt_tokens)
-        self._num_open = request.sampling.n
-        self._last_token_at: float | None = None
-
     def see(self, delta: RequestDelta) -> None:
-        now, metrics, times = monotonic(), self._metrics, self._times
+        now, metrics = monotonic(), self.metrics
         num_new = sum(len(sample.token_ids) for sample in delta.samples)
         if num_new:
-            times.num_tokens += num_new
-            if self._last_token_at is None:
-                times.first_token_at = now
-                metrics.observe("time_to_first_token_seconds", now - times.arrived_at)
+            self.num_tokens += num_new
+            if self.last_token_at is None:
+                self.first_token_at = now
+                metrics.observe("time_to_first_token_seconds", now - self.arrived_at)
             else:
                 for _ in range(num_new):
-                    metrics.observe("inter_token_latency_seconds", (now - self._last_token_at) / num_new)
-            self._last_token_at = now
+                    metrics.observe("inter_token_latency_seconds", (now - self.last_token_at) / num_new)
+            self.last_token_at = now
         for sample in delta.samples:
             if sample.finish_reason is not None:
-                self._num_open -= 1
                 self._count_end(sample.finish_reason)
         if delta.timings is not None:
-            times.queue_s, times.prefill_s = delta.timings.queue_ms / 1e3, delta.timings.prefill_ms / 1e3
-            metrics.observe("request_queue_time_seconds", times.queue_s)
-            metrics.observe("request_prefill_time_seconds", times.prefill_s)
+            self.queue_s, self.prefill_s = delta.timings.queue_ms / 1e3, delta.timings.prefill_ms / 1e3
+            metrics.observe("request_queue_time_seconds", self.queue_s)
+            metrics.observe("request_prefill_time_seconds", self.prefill_s)
             metrics.observe("request_decode_time_seconds", delta.timings.decode_ms / 1e3)
         if delta.is_finished:
-            metrics.observe("e2e_request_latency_seconds", now - times.arrived_at)
-            metrics.observe("request_prompt_tokens", times.num_prompt)
-            metrics.observe("request_generation_tokens", times.num_tokens)
+            metrics.observe("e2e_request_latency_seconds", now - self.arrived_at)
+            metrics.observe("request_prompt_tokens", self.request.num_prompt_tokens)
+            metrics.observe("request_generation_tokens", self.num_tokens)
 
     def end(self, reason: FinishReason = FinishReason.ABORT) -> None:
         """Samples that are still open end with ``reason``: aborted by their client, or lost by the engine."""
-        for _ in range(self._num_open):
+        for _ in range(self.request.sampling.n - len(self.finish_reasons)):
             self._count_end(reason)
-        self._num_open = 0
-        self._times.ended_at = monotonic()
-        if self._metrics.on_request is not None:
-            self._metrics.on_request(self._times)
+        self.ended_at = monotonic()
+        if self.metrics.on_request is not None:
+            self.metrics.on_request(self)
 
     def _count_end(self, reason: FinishReason) -> None:
-        self._times.finish_reasons.append(reason.value)
-        self._metrics.count_end(reason)
+        self.finish_reasons.append(reason.value)
+        self.metrics.count_end(reason)
 
 
 def _alias(family: Metric) -> Metric:
@@ -290,7 +280,7 @@ class Tracing:
             set_status_on_exception=False,
         )
 
-    def note(self, times: RequestTimes) -> None:
+    def note(self, seen: RequestWatch) -> None:
         """The spans of a prompt that has ended, below the request that is being answered."""
         from opentelemetry.trace import set_span_in_context
 
@@ -300,29 +290,29 @@ class Tracing:
             return zero + int(1e9 * seconds)
 
         attributes = {
-            "gen_ai.usage.input_tokens": times.num_prompt,
-            "gen_ai.usage.output_tokens": times.num_tokens,
-            "gen_ai.response.finish_reasons": times.finish_reasons,
+            "gen_ai.usage.input_tokens": seen.request.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": seen.num_tokens,
+            "gen_ai.response.finish_reasons": seen.finish_reasons,
         }
-        whole = self._tracer.start_span("generate", start_time=at(times.arrived_at), attributes=attributes)
+        whole = self._tracer.start_span("generate", start_time=at(seen.arrived_at), attributes=attributes)
         below = set_span_in_context(whole)
-        for name, start, end in parts(times):
+        for name, start, end in parts(seen):
             self._tracer.start_span(name, context=below, start_time=at(start)).end(at(end))
-        whole.end(at(times.ended_at))
+        whole.end(at(seen.ended_at))
 
     def close(self) -> None:
         """Send what has not been sent."""
         self._provider.shutdown()
 
 
-def parts(times: RequestTimes) -> list[tuple[str, float, float]]:
+def parts(seen: RequestWatch) -> list[tuple[str, float, float]]:
     """Name, start and end of what happened to a prompt; the engine's times end with the first token seen here."""
-    if times.first_token_at is None:
+    if seen.first_token_at is None:
         return []
-    found = [("first_token", times.arrived_at, times.first_token_at), ("decode", times.first_token_at, times.ended_at)]
-    if times.queue_s is not None and times.prefill_s is not None:
-        begun = times.first_token_at - times.prefill_s
-        found += [("queue", begun - times.queue_s, begun), ("prefill", begun, times.first_token_at)]
+    found = [("first_token", seen.arrived_at, seen.first_token_at), ("decode", seen.first_token_at, seen.ended_at)]
+    if seen.queue_s is not None and seen.prefill_s is not None:
+        begun = seen.first_token_at - seen.prefill_s
+        found += [("queue", begun - seen.queue_s, begun), ("prefill", begun, seen.first_token_at)]
     return found
 
 

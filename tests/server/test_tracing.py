@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from snapstream.server.app import make_app
+from snapstream.server.engine.api import EngineStats
 from snapstream.server.options import ServerSettings
-from snapstream.server.telemetry import RequestTimes, Tracing, otlp_tracing, parts
-from snapstream.types import QueueFull
+from snapstream.server.telemetry import Metrics, RequestWatch, Tracing, otlp_tracing, parts
+from snapstream.types import QueueFull, Request, SamplingParams
 from tests.server.app_client import CHAT, HI, TEXT, AppClient, client
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, tokenizer
 
@@ -74,15 +75,15 @@ def test_every_prompt_has_its_own_and_faults_are_told() -> None:
 
 
 def test_the_parts_of_a_prompt() -> None:
-    def times(**given: Any) -> RequestTimes:
-        return RequestTimes(arrived_at=1.0, ended_at=9.0, num_prompt=1, **given)
+    metrics = Metrics(lambda: "tiny", EngineStats, has_vllm_names=False)
+    request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
 
-    assert parts(times()) == []
-    assert parts(times(first_token_at=5.0)) == [("first_token", 1.0, 5.0), ("decode", 5.0, 9.0)]
-    assert parts(times(first_token_at=5.0, queue_s=1.0, prefill_s=2.0))[2:] == [
-        ("queue", 2.0, 3.0),
-        ("prefill", 3.0, 5.0),
-    ]
+    def found(**times: Any) -> list[tuple[str, float, float]]:
+        return parts(RequestWatch(metrics=metrics, request=request, arrived_at=1.0, ended_at=9.0, **times))
+
+    assert found() == []
+    assert found(first_token_at=5.0) == [("first_token", 1.0, 5.0), ("decode", 5.0, 9.0)]
+    assert found(first_token_at=5.0, queue_s=1.0, prefill_s=2.0)[2:] == [("queue", 2.0, 3.0), ("prefill", 3.0, 5.0)]
 
 
 def test_the_exporter_asks_for_its_packages_and_a_url() -> None:

@@ -328,7 +328,7 @@ async def _run_waiting(
 
 
 async def _run(server: ServerState, request: Request, arrived_at: float) -> AsyncGenerator[RequestDelta, None]:
-    watch = RequestWatch(server.metrics, request, arrived_at)
+    watch = RequestWatch(metrics=server.metrics, request=request, arrived_at=arrived_at)
     is_counted, open_reason = False, FinishReason.ABORT
     try:
         iterator = cast("AsyncGenerator[RequestDelta, None]", server.engine.generate(request))
