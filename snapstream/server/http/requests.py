@@ -175,11 +175,6 @@ class OpenRequests:
         if not self.num_open:
             self._idle.set()
 
-    def check_room(self, num_bytes: int, limit: int, retry_after_s: int) -> None:
-        """ApiError 429 where bodies of open requests would hold more than ``limit`` bytes together."""
-        if self.num_bytes + num_bytes > limit:
-            raise queue_full(f"the bodies of open requests reach the limit of {limit} bytes", retry_after_s)
-
     async def wait_idle(self, timeout_s: float) -> bool:
         """Wait until no request is open; False if some still are."""
         with suppress(TimeoutError):
@@ -300,16 +295,8 @@ class Admission:
 
     async def read_bytes(self, request: Request, context: RequestContext) -> bytes:
         """The body as it is, within the limits."""
-        timeout_s = self._limits.body_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._read(request, context)
-        except TimeoutError:
-            message = f"the body did not arrive within {timeout_s:g} s"
-            raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
-
-    async def _read(self, request: Request, context: RequestContext) -> bytes:
-        limits = self._limits
+        limits, opened = self._limits, self.open_requests
+        most = limits.max_open_body_bytes
         too_large = ApiError(
             413, f"the body is larger than the limit of {limits.max_body_bytes} bytes", code="request_too_large"
         )
@@ -317,10 +304,17 @@ class Admission:
         if declared.isdigit() and int(declared) > limits.max_body_bytes:
             raise too_large
         body = bytearray()
-        async for piece in request.stream():
-            if len(body) + len(piece) > limits.max_body_bytes:
-                raise too_large
-            self.open_requests.check_room(len(piece), limits.max_open_body_bytes, limits.retry_after_s)
-            context.take(len(piece))
-            body += piece
+        try:
+            async with asyncio.timeout(limits.body_timeout_s):
+                async for piece in request.stream():
+                    if len(body) + len(piece) > limits.max_body_bytes:
+                        raise too_large
+                    if opened.num_bytes + len(piece) > most:
+                        message = f"the bodies of open requests reach the limit of {most} bytes"
+                        raise queue_full(message, limits.retry_after_s)
+                    context.take(len(piece))
+                    body += piece
+        except TimeoutError:
+            message = f"the body did not arrive within {limits.body_timeout_s:g} s"
+            raise ApiError(408, message, code="body_timeout", headers={"Connection": "close"}) from None
         return bytes(body)
