@@ -13,7 +13,6 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from snapstream.server.apis import APIS
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import EngineSpec, ModelMetadata
 from snapstream.server.engine.process import EngineProcess
-from snapstream.server.engine.remote_prefill import PrefillBackend, PrefillFailed, PrefillServers, check_urls
+from snapstream.server.engine.remote_prefill import PrefillFailed, PrefillServers, check_urls
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.http.lifecycle import (
     StartupApp,
@@ -98,15 +97,6 @@ def engine_options(options: ServeOptions, engine: EngineOptions) -> EngineOption
     return replace(engine, prefix_store=None)
 
 
-def make_prefill(
-    options: ServeOptions, transfer: TransferSettings | None
-) -> Callable[[EngineProcess], PrefillBackend] | None:
-    """Remote prefill for an engine with the role decode."""
-    if options.role != "decode" or transfer is None:
-        return None
-    return lambda engine: PrefillServers(options.prefill, transfer, lambda: engine.metadata)
-
-
 def prepare(model: Path, engine: EngineOptions, options: ServeOptions) -> tuple[EngineSpec, ServerSettings]:
     """The engine's and the API's part of what a user gave. ValueError for what does not fit together."""
     engine = engine_options(options, engine)
@@ -151,11 +141,14 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
     with listen(options.host, options.port) as listener:
         warn_if_open(options.host, settings.api_keys, "server")
         log.info("loading %s", spec.model)
+        prefill = None
+        if options.role == "decode" and spec.transfer is not None:
+            prefill = PrefillServers(options.prefill, spec.transfer, lambda: engine.metadata)
         engine = EngineProcess(
             replace(spec, draft_memory=draft_memory_of(spec, options)),
             restart=options.restart,
             stall_timeout_s=options.stall_timeout,
-            make_prefill=make_prefill(options, spec.transfer),
+            prefill=prefill,
         )
         startup = StartupApp(settings.retry_after_s, apis=APIS)
         guard = ConnectionGuard()

@@ -175,9 +175,7 @@ class EngineReplica:
         self._prefill: ReplicaPrefill | None = None
         if prefill is not None:
             self._prefill = ReplicaPrefill(HandleReplicas(prefill), lambda: self._engine.metadata.engine)
-        remote = self._prefill
-        make_prefill = None if remote is None else lambda engine: remote
-        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s, make_prefill=make_prefill)
+        self._engine = EngineProcess(spec, stall_timeout_s=stall_timeout_s, prefill=self._prefill)
         began = monotonic()
         await self._engine.start()
         self._patience_s = max(MIN_UNAVAILABLE_S, LOADS_UNAVAILABLE * (monotonic() - began))

@@ -420,9 +420,9 @@ class EngineProcess:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
-        make_prefill: Callable[[EngineProcess], PrefillBackend] | None = None,
+        prefill: PrefillBackend | None = None,
     ) -> None:
-        """``make_prefill``: the engines that prefill, if this one only decodes; rows arrive at ``spec.transfer``."""
+        """``prefill``: the engines that prefill, if this one only decodes; rows arrive at ``spec.transfer``."""
         self._spec = spec
         self._restart = restart
         self._load_timeout_s = load_timeout_s
@@ -430,9 +430,7 @@ class EngineProcess:
         self._stall_timeout_s = stall_timeout_s
         self._idle = asyncio.Event()
         self._client = EngineClient(self._send, self._idle.set)
-        self._remote: RemotePrefills | None = None
-        if make_prefill is not None:
-            self._remote = RemotePrefills(make_prefill(self), self._client.fail)
+        self._remote = None if prefill is None else RemotePrefills(prefill, self._client.fail)
         self._child: EngineChild | None = None
         self._metadata: EngineMetadata | None = None
         self._supervisor: asyncio.Task[None] | None = None

@@ -86,7 +86,7 @@ Test = Callable[[Any, ScriptedEngine], Awaitable[None]]
 def run(monkeypatch: pytest.MonkeyPatch, test: Test) -> None:
     async def main() -> None:
         engine = ScriptedEngine()
-        monkeypatch.setattr(actors, "EngineProcess", lambda spec, *, stall_timeout_s, make_prefill: engine)
+        monkeypatch.setattr(actors, "EngineProcess", lambda spec, *, stall_timeout_s, prefill: engine)
         server: Any = object.__new__(actors.EngineReplica)
         await server.__init__(EngineSpec(model="m"), 0.0)
         await test(server, engine)
