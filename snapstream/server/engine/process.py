@@ -410,14 +410,13 @@ STALL_TICKS = 8  # per stall timeout; see _wait_exit
 
 
 class EngineProcess:
-    """Start it on the event loop that will use it."""
+    """An ``AsyncEngine``. Start it on the event loop that will use it."""
 
     def __init__(
         self,
         spec: EngineSpec,
         *,
         restart: bool = True,
-        load_timeout_s: float = LOAD_TIMEOUT_S,
         first_backoff_s: float = FIRST_BACKOFF_S,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         prefill: PrefillBackend | None = None,
@@ -425,7 +424,6 @@ class EngineProcess:
         """``prefill``: the engines that prefill, if this one only decodes; rows arrive at ``spec.transfer``."""
         self._spec = spec
         self._restart = restart
-        self._load_timeout_s = load_timeout_s
         self._first_backoff_s = first_backoff_s
         self._stall_timeout_s = stall_timeout_s
         self._idle = asyncio.Event()
@@ -469,10 +467,7 @@ class EngineProcess:
         return self.metadata
 
     def generate(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
-        """Run a request. ValueError: can never be served. QueueFull: try later. EngineDead: lost.
-
-        Nothing happens, and nothing is raised, before the first delta is asked for.
-        """
+        """Nothing happens, and nothing is raised, before the first delta is asked for."""
         return self._run(request) if self._remote is None else self._run_remote(request)
 
     async def _run(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
@@ -495,7 +490,6 @@ class EngineProcess:
             self._remote.end(request.request_id, has_row=has_row)
 
     async def check_prefill(self) -> None:
-        """As ``PrefillBackend.check``; nothing for an engine that prefills itself."""
         if self._remote is not None:
             await self._remote.check()
 
@@ -504,19 +498,17 @@ class EngineProcess:
         return totals if self._is_serving else without_gauges(totals)
 
     async def num_stored(self, token_ids: tuple[int, ...], namespace: str) -> int:
-        """Leading tokens of a prompt that the prefix store holds. EngineDead."""
         self._check_ready()
         return await asyncio.wrap_future(self._client.num_stored(token_ids, namespace))
 
     def reset_prefixes(self, namespace: str | None) -> None:
-        """Drop the stored prefixes of a namespace, or all. EngineDead."""
         if self._remote is not None:
             raise ValueError("the prefill servers store prefixes, not this one; reset them there")
         self._check_ready()
         self._client.reset_prefixes(namespace)
 
     async def shutdown(self, drain_s: float) -> None:
-        """Refuse requests, let running ones finish for at most ``drain_s``, end the process. May be repeated."""
+        """May be repeated."""
         self._is_closing = True
         if self._client.num_open:
             self._idle.clear()
@@ -551,7 +543,7 @@ class EngineProcess:
         child = self._child = EngineChild(self._spec, self._deliver)
         notes = asyncio.create_task(_note_loading(child))
         try:
-            self._metadata = await child.metadata(self._load_timeout_s)
+            self._metadata = await child.metadata(LOAD_TIMEOUT_S)
         except BaseException:
             child.kill()
             await asyncio.wait([child.ended])

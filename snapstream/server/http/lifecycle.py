@@ -169,22 +169,19 @@ class StartupApp:
             await self._state.drain(timeout_s)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            if scope["path"].rstrip("/") == LIVE_PATH:  # a loading process must not be restarted
-                await JSONResponse({"status": "ok"})(scope, receive, send)
-                return
-            what = "shutting down" if self.is_draining else "loading"
-            fault = unavailable(f"the {self._name} is {what}", self._retry_after_s)
-            await fault.response(api_of(scope))(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1013})  # try again later
+        if scope["path"].rstrip("/") == LIVE_PATH:  # a loading process must not be restarted
+            await JSONResponse({"status": "ok"})(scope, receive, send)
+            return
+        what = "shutting down" if self.is_draining else "loading"
+        fault = unavailable(f"the {self._name} is {what}", self._retry_after_s)
+        await fault.response(api_of(scope))(scope, receive, send)
 
 
 def uvicorn_config(app: ASGIApp, guard: ConnectionGuard, **more: Any) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=guard.protocol(),
-        ws="none",
+        ws="none",  # so that every scope is HTTP
         lifespan="off",  # the application is set later, and closed by its maker
         log_config=None,
         access_log=False,  # every request logs one line with its id

@@ -304,13 +304,14 @@ def test_shutdown_drains_and_leaves_nothing(spec: EngineSpec, want: list[Whole])
     asyncio.run(asyncio.wait_for(main(), HANG_S))
 
 
-def test_an_engine_that_cannot_be_built_says_why(folder: Path) -> None:
+def test_an_engine_that_cannot_be_built_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {child.pid for child in multiprocessing.active_children()}
 
     async def main() -> None:
         with pytest.raises(ValueError, match="max_model_len is 100000"):
             await EngineProcess(EngineSpec(model=str(folder), options=EngineOptions(max_model_len=100_000))).start()
-        slow = EngineProcess(EngineSpec(model=str(folder)), load_timeout_s=0.01)
+        monkeypatch.setattr("snapstream.server.engine.process.LOAD_TIMEOUT_S", 0.01)
+        slow = EngineProcess(EngineSpec(model=str(folder)))
         with pytest.raises(EngineDead, match=r"not ready within 0\.01 s"):
             await slow.start()
         assert not slow.is_ready
