@@ -59,7 +59,9 @@ def of_one_engine() -> list[Any]:
     async def main() -> list[Any]:
         with LLM(TINY_MODEL, progress=False, **SETTINGS) as llm:
             engine = LocalEngine(llm)
-            facts = ModelMetadata(names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config)
+            facts = ModelMetadata(
+                model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1
+            )
             app = make_app(engine, llm.tokenizer, ServerSettings(), lambda: facts)
             async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
                 asked = [await http.post("/v1/completions", json=job, timeout=HANG_S) for job in (*JOBS, SHORT)]

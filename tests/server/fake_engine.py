@@ -15,14 +15,17 @@ from typing import Any
 from snapstream.assets import TINY_MODEL
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.engine.request_state import TextStream
+from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import load_tokenizer
 from snapstream.server.engine.api import EngineDead, EngineStats, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.types import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 
 ANSWER = "Hello wörld 😀, goodbye."
 FACTS = ModelMetadata(
+    model="tiny",
     names=("tiny", "alias"),
-    vocab_size=4608,
+    architecture=read_model_config(TINY_MODEL),
+    pid=1,
     engine=EngineConfig(budget=KVBudget.of(128), max_model_len=512, max_rows=4),
     created=1_700_000_000,
 )

@@ -83,8 +83,8 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMetadata:
-    model: str
-    engine: EngineConfig
+    model: str  # checkpoint folder
+    engine: EngineConfig  # limits: max_model_len, rows, largest budget
     architecture: ModelConfig
     pid: int
     notes: tuple[str, ...] = ()  # for the log: what was decided at the start
@@ -92,17 +92,11 @@ class EngineMetadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelMetadata:
+class ModelMetadata(EngineMetadata):
     """The model as callers of the API see it."""
 
     names: tuple[str, ...]  # the first is the one we answer with where a request names none
-    vocab_size: int
-    engine: EngineConfig  # limits: max_model_len, rows, largest budget
     created: int = 0  # seconds since the epoch
-    num_layers: int = 1
-    num_kv_heads: int = 1  # of one layer
-    transfer_fingerprint: dict[str, str] = field(default_factory=dict)  # both sides of a KV transfer must have it
-    has_examples: bool = False  # it is the shipped model, which answers questions on the package's own documents
 
     def __post_init__(self) -> None:
         if not self.names or not all(self.names):
@@ -110,16 +104,7 @@ class ModelMetadata:
 
     @classmethod
     def of(cls, metadata: EngineMetadata, names: tuple[str, ...], created: int) -> ModelMetadata:
-        return cls(
-            names=names,
-            vocab_size=metadata.architecture.vocab_size,
-            engine=metadata.engine,
-            created=created,
-            num_layers=metadata.architecture.num_layers,
-            num_kv_heads=metadata.architecture.num_kv_heads,
-            transfer_fingerprint=metadata.transfer_fingerprint,
-            has_examples=Path(metadata.model).resolve() == TINY_MODEL.resolve(),
-        )
+        return cls(**vars(metadata), names=names, created=created)
 
     @property
     def name(self) -> str:
@@ -128,8 +113,14 @@ class ModelMetadata:
     @property
     def fingerprint(self) -> str:
         """Hash of model, version and engine settings; if it changes, answers may change."""
-        parts = (__version__, self.name, self.vocab_size, self.num_layers, self.num_kv_heads, self.engine)
+        model = self.architecture
+        parts = (__version__, self.name, model.vocab_size, model.num_layers, model.num_kv_heads, self.engine)
         return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
+
+    @property
+    def has_examples(self) -> bool:
+        """It is the shipped model, which answers questions on the package's own documents."""
+        return Path(self.model).resolve() == TINY_MODEL.resolve()
 
     @property
     def max_model_len(self) -> int:

@@ -36,7 +36,7 @@ from snapstream.disaggregation.protocol import (
 )
 from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
-from snapstream.server.engine.api import EngineDead, EngineMetadata, ModelMetadata, RequestDelta
+from snapstream.server.engine.api import EngineDead, EngineMetadata, RequestDelta
 from snapstream.step import KVTransferFailed
 from snapstream.types import FinishReason, Request, RowTicket
 
@@ -206,7 +206,7 @@ def check_urls(urls: Sequence[str]) -> tuple[str, ...]:
     return tuple(url.rstrip("/") for url in urls)
 
 
-def compatibility_info(metadata: EngineMetadata | ModelMetadata) -> dict[str, Any]:
+def compatibility_info(metadata: EngineMetadata) -> dict[str, Any]:
     """The answer to a check."""
     config = metadata.engine
     return {
@@ -229,9 +229,7 @@ def check_reported(own: dict[str, Any], reported: Any) -> None:
 class PrefillServers:
     """Servers with ``--role prefill``, over HTTP. Make it on the event loop."""
 
-    def __init__(
-        self, urls: Sequence[str], settings: TransferSettings, metadata: Callable[[], EngineMetadata | ModelMetadata]
-    ) -> None:
+    def __init__(self, urls: Sequence[str], settings: TransferSettings, metadata: Callable[[], EngineMetadata]) -> None:
         """``metadata``: of the engine that answers; its budget and selector are those of requests that name none."""
         self._servers = {url: _Server() for url in check_urls(urls)}
         self._secret, self._metadata = settings.secret, metadata

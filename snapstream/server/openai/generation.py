@@ -146,7 +146,8 @@ def make_request(
             priority=options.priority,
         )
         has_tokenizer = server.prompts.tokenizer is not None
-        check_request(request, metadata.engine, vocab_size=metadata.vocab_size, has_tokenizer=has_tokenizer)
+        vocab_size = metadata.architecture.vocab_size
+        check_request(request, metadata.engine, vocab_size=vocab_size, has_tokenizer=has_tokenizer)
     except ValueError as error:
         raise _fault(error, param) from None
     return request
@@ -190,7 +191,7 @@ def _num_kept(request: Request, metadata: ModelMetadata) -> int:
     if prompt_len <= budget.capacity:  # the row keeps the whole prompt
         return 0
     num_each = prompt_len if request.sampling.return_kept == "bitmap" else budget.num_topk
-    return metadata.num_layers * metadata.num_kv_heads * num_each
+    return metadata.architecture.num_layers * metadata.architecture.num_kv_heads * num_each
 
 
 def _options(

@@ -563,8 +563,8 @@ def _limits(server: ServerState) -> dict[str, Any]:
         "max_budget": engine.budget.capacity,
         "min_budget": DEFAULT_SINK + engine.selector.observation_len,
         "max_rows": engine.max_rows,
-        "num_layers": metadata.num_layers,
-        "num_kv_heads": metadata.num_kv_heads,
+        "num_layers": metadata.architecture.num_layers,
+        "num_kv_heads": metadata.architecture.num_kv_heads,
         "max_kept_bits": server.settings.max_kept_bits,
         "has_draft": server.compression.draft is not None,
         "prompt_compression": compression_field(server.settings.prompt_compression),  # of requests that bring none

@@ -305,7 +305,7 @@ class ServerState(Admission):
         """400 unless it compiles within the limits of ``GrammarChecker``, 429 if too many wait."""
         if self._grammars is not None:
             try:
-                await self._grammars.check(grammar, self.metadata.vocab_size)
+                await self._grammars.check(grammar, self.metadata.architecture.vocab_size)
             except ValueError as error:
                 raise bad_value(str(error), param) from None
 

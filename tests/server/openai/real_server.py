@@ -28,7 +28,9 @@ def real_server(**settings: Any) -> Iterator[str]:
     async def main() -> None:
         with LLM(TINY_MODEL, budget=256, max_rows=4, max_model_len=1024, progress=False) as llm:
             engine = LocalEngine(llm)
-            facts = ModelMetadata(names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config)
+            facts = ModelMetadata(
+                model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1
+            )
             app = make_app(engine, llm.tokenizer, ServerSettings(**settings), lambda: facts)
             server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
             serving = asyncio.create_task(server.serve())

@@ -336,14 +336,15 @@ def test_answers_that_list_too_much_are_refused() -> None:
     error = error_of(call(TEXT, body, max_prompt_logprobs=199), 400)  # 50 tokens x 2 x 2
     assert error["param"] == "logprobs" and "200" in error["message"] and "limit is 199" in error["message"]
     long = {"prompt": [[5] * 200, [5] * 128], "kv_cache": {"return_kept": True}}  # the second fits its row
-    num_topk = FACTS.engine.budget.num_topk
-    assert call(TEXT, long, max_kept_positions=num_topk).status_code == 200
-    error = error_of(call(TEXT, long, max_kept_positions=num_topk - 1), 400)
-    assert error["param"] == "kv_cache" and f"limit is {num_topk - 1}" in error["message"]
+    num_heads = FACTS.architecture.num_layers * FACTS.architecture.num_kv_heads
+    num_kept = num_heads * FACTS.engine.budget.num_topk
+    assert call(TEXT, long, max_kept_positions=num_kept).status_code == 200
+    error = error_of(call(TEXT, long, max_kept_positions=num_kept - 1), 400)
+    assert error["param"] == "kv_cache" and f"limit is {num_kept - 1}" in error["message"]
     bits = {"prompt": [[5] * 200, [5] * 128], "kv_cache": {"return_kept": "bitmap"}}
-    assert call(TEXT, bits, max_kept_bits=200).status_code == 200
-    error = error_of(call(TEXT, bits, max_kept_bits=199), 400)
-    assert error["param"] == "kv_cache" and "limit is 199" in error["message"]
+    assert call(TEXT, bits, max_kept_bits=200 * num_heads).status_code == 200
+    error = error_of(call(TEXT, bits, max_kept_bits=200 * num_heads - 1), 400)
+    assert error["param"] == "kv_cache" and f"limit is {200 * num_heads - 1}" in error["message"]
     assert error_of(call(TEXT, {"prompt": "a", "kv_cache": {"return_kept": "lists"}}), 400)["param"] == "kv_cache"
 
 

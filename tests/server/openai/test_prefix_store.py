@@ -54,7 +54,7 @@ def document(compressor: PromptCompressor) -> Document:
 async def serving(compressor: PromptCompressor, *keys: str, admin_key: str = "") -> AsyncIterator[AppClient]:
     with LLM(TINY_MODEL, prefix_store=STORE, **SETTINGS) as llm:
         engine = LocalEngine(llm)
-        facts = ModelMetadata(names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config)
+        facts = ModelMetadata(model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1)
         settings = ServerSettings(api_keys=keys, admin_key=admin_key)
         async with AppClient(make_app(engine, llm.tokenizer, settings, lambda: facts, compressor)) as http:
             yield http
@@ -208,7 +208,7 @@ async def prefix_store_serving(*keys: str) -> AsyncIterator[AppClient]:
     with LLM(TINY_MODEL, budget=128, max_rows=2, max_model_len=1024, chunk_len=32, prefix_store=PREFIX_STORE_STORE,
              progress=False) as llm:  # fmt: skip
         engine = LocalEngine(llm)
-        facts = ModelMetadata(names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config)
+        facts = ModelMetadata(model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1)
         async with AppClient(make_app(engine, llm.tokenizer, ServerSettings(api_keys=keys), lambda: facts)) as http:
             yield http
             http.server.close()

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.server.page import FOLDER, INDEX, page_files
 from tests.server import app_client
@@ -214,7 +215,7 @@ def test_limits_for_a_choice_of_budget() -> None:
 
 
 def test_an_example_is_a_document_with_a_question_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_client, "FACTS", replace(FACTS, has_examples=True))
+    monkeypatch.setattr(app_client, "FACTS", replace(FACTS, model=str(TINY_MODEL)))
 
     async def look(http: httpx.AsyncClient) -> None:
         seen = set()
@@ -234,7 +235,7 @@ def test_an_example_is_a_document_with_a_question_and_its_answer(monkeypatch: py
 
 
 def test_an_example_needs_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_client, "FACTS", replace(FACTS, has_examples=True))
+    monkeypatch.setattr(app_client, "FACTS", replace(FACTS, model=str(TINY_MODEL)))
 
     async def run() -> None:
         async with client(FakeEngine(), max_requests=1) as http:

@@ -37,9 +37,8 @@ class TinyServer:
 async def _serve(running: TinyServer, llm: LLM, settings: ServerSettings) -> None:
     running.engine = LocalEngine(llm)
     facts = ModelMetadata(
-        names=("tiny",), vocab_size=llm.model_config.vocab_size, engine=llm.config, has_examples=True,
-        num_layers=llm.model_config.num_layers, num_kv_heads=llm.model_config.num_kv_heads,
-    )  # fmt: skip
+        model=str(TINY_MODEL), names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1
+    )
     app = make_app(running.engine, llm.tokenizer, settings, lambda: facts)
     running.server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
     await running.server.serve()
