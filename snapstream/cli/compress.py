@@ -62,14 +62,8 @@ def compress(
         str | None, typer.Argument(help="Text file; without it or as -: stdin.", show_default=False)
     ] = None,
 ) -> None:
-    shorten(read_text(file, sys.stdin), flags, draft, out=sys.stdout, err=sys.stderr)
-
-
-def read_text(file: str | None, stdin: TextIO) -> str:
-    """The whole text, unchanged, from a file (``-`` is stdin) or stdin."""
-    if file is None and stdin.isatty():
-        raise ValueError("no text: give a file, or the text on stdin")
-    return read_input(file, stdin)
+    text = read_input(file, sys.stdin, "no text: give a file, or the text on stdin")
+    shorten(text, flags, draft, out=sys.stdout, err=sys.stderr)
 
 
 def summary(report: CompressionReport) -> str:

@@ -29,8 +29,10 @@ def decode_text(data: bytes, name: str) -> str:
         raise ValueError(f"{name} is not text: byte {error.start} ({data[error.start]:#04x}) is not UTF-8") from None
 
 
-def read_input(file: str | None, stdin: TextIO) -> str:
-    """All of a file (None and ``-`` are stdin), unchanged."""
+def read_input(file: str | None, stdin: TextIO, missing: str) -> str:
+    """All of a file (None and ``-`` are stdin), unchanged. ValueError, ``missing``, without a file at a terminal."""
+    if file is None and stdin.isatty():
+        raise ValueError(missing)
     if file not in (None, "-"):
         return decode_text(Path(str(file)).read_bytes(), str(file))
     # A text stream would accept bytes that are not UTF-8, and turn CR LF into LF.

@@ -85,9 +85,8 @@ def read_prompt(prompt: str | None, file: str | None, stdin: TextIO) -> str:
         raise ValueError("two prompts: give the argument or --file, not both")
     if prompt is not None:
         return prompt
-    if file is None and stdin.isatty():
-        raise ValueError("no prompt: give it as an argument, with --file, or on stdin")
-    return read_input(file, stdin).removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
+    text = read_input(file, stdin, "no prompt: give it as an argument, with --file, or on stdin")
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
 
 
 def encode_prompt(llm: LLM, text: str, *, chat: bool | None, system: str | None) -> Prompt:

@@ -40,7 +40,6 @@ from snapstream.server.openai.protocol import (
     GenerationBody,
     TemplateOptions,
     check_count,
-    not_followed,
     too_long,
 )
 from snapstream.server.openai.state import AnswerContext, ServerState, Usage
@@ -341,7 +340,11 @@ async def _run(server: ServerState, request: Request, arrived_at: float) -> Asyn
                 watch.see(delta)
                 for sample in delta.samples:
                     if sample.finish_reason is FinishReason.ERROR:
-                        raise not_finite() if sample.stop_reason == NOT_FINITE else not_followed(sample.stop_reason)
+                        if sample.stop_reason == NOT_FINITE:
+                            raise not_finite()
+                        # The request's grammar, within its limits, allowed no next token.
+                        message = f"the answer could not satisfy its grammar: {sample.stop_reason}"
+                        raise bad_value(message, None, "grammar_failed")
                 yield delta
                 if delta.is_finished:
                     return

@@ -1,4 +1,4 @@
-"""Request bodies, which fields are refused, errors of the engine, and what ``/openapi.json`` says about answers.
+"""Request bodies, which fields are refused, and what ``/openapi.json`` says about answers.
 
 Bodies are strict: a quoted number, or a boolean for a count, is an error. An unknown field is ignored and logged once;
 a known one that would change the result but is not implemented is refused by name. Values that depend on the model
@@ -17,10 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 
 from snapstream.config import as_count
-from snapstream.server.engine.api import EngineDead
-from snapstream.server.http.errors import ApiError, ContextLengthError, bad_value, queue_full, unavailable
+from snapstream.server.http.errors import ApiError, ContextLengthError, bad_value
 from snapstream.server.http.openapi import COUNT, STRING, STRING_OR_NULL, object_of
-from snapstream.types import QueueFull
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXT = {"type": "string", "minLength": 1}
@@ -266,20 +264,6 @@ def too_many_chars(num_chars: int, longest: int, limit: int, param: str) -> ApiE
         max_tokens=None,
         limit=limit,
     )
-
-
-def not_followed(reason: str | int | None) -> ApiError:
-    """400: the request's grammar, within its limits, allowed no next token."""
-    return bad_value(f"the answer could not satisfy its grammar: {reason}", None, "grammar_failed")
-
-
-def engine_error(error: Exception, retry_after_s: int) -> ApiError | None:
-    """What an exception of the engine (``engine/api.py``) means to a client; None for any other."""
-    if isinstance(error, QueueFull):
-        return queue_full(str(error), retry_after_s)
-    if isinstance(error, EngineDead):
-        return unavailable(str(error) or "the engine is not running", None if error.is_final else retry_after_s)
-    return None
 
 
 log = logging.getLogger(__name__)

@@ -23,19 +23,19 @@ from snapstream.grammar import GrammarChecker
 from snapstream.server.engine.api import AsyncEngine, EngineDead, ModelMetadata, RequestDelta, SampleDelta
 from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.server.http.connections import ConnectionGuard
-from snapstream.server.http.errors import ApiError, bad_value, unavailable
+from snapstream.server.http.errors import ApiError, bad_value, queue_full, unavailable
 from snapstream.server.http.middleware import SALT, Namespaces
 from snapstream.server.http.openapi import body_schema
 from snapstream.server.http.prompt_compression import CompressionService
 from snapstream.server.http.requests import Admission, RequestContext, run_until_disconnect
 from snapstream.server.openai.answer_reader import choose_reasoning, has_special_tags
 from snapstream.server.openai.prompts import Prompts, TokenText
-from snapstream.server.openai.protocol import IgnoredFields, engine_error
+from snapstream.server.openai.protocol import IgnoredFields
 from snapstream.server.openai.tool_formats import choose_format
 from snapstream.server.options import ServerSettings
 from snapstream.server.telemetry import Metrics
 from snapstream.startup.build import tokenizer_json
-from snapstream.types import Grammar, KeptBitmap, PrefixUse, Request
+from snapstream.types import Grammar, KeptBitmap, PrefixUse, QueueFull, Request
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -260,7 +260,13 @@ class ServerState(Admission):
             raise self.error(error) from None
 
     def error(self, error: Exception) -> ApiError:
-        return engine_error(error, self.settings.retry_after_s) or super().error(error)
+        """As of ``Admission``, and what an exception of the engine (``engine/api.py``) means to a client."""
+        retry_after_s = self.settings.retry_after_s
+        if isinstance(error, QueueFull):
+            return queue_full(str(error), retry_after_s)
+        if isinstance(error, EngineDead):
+            return unavailable(str(error) or "the engine is not running", None if error.is_final else retry_after_s)
+        return super().error(error)
 
     def require_ready(self) -> None:
         """503 unless new work is taken."""
