@@ -250,30 +250,27 @@ class Admission:
         return bad_value(str(error), None) if isinstance(error, ValueError) else internal()
 
     async def handle(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
-        response: Response | None = None
-        try:
-            response = await self._run(context, work)
-            return response
-        finally:
-            if not isinstance(response, StreamedResponse):  # which ends its context once sent
-                context.end(CLIENT_CLOSED if response is None else response.status_code)
-
-    async def _run(self, context: RequestContext, work: Callable[[], Awaitable[Response]]) -> Response:
+        """The response of ``work``, or to its error."""
         limit, retry_after_s = self._limits.max_requests, self._limits.retry_after_s
+        response: Response | None = None
         try:
             # Before the body is read, so that refused requests take no memory for bodies and tokens.
             self.require_open()
             if self.open_requests.num_open >= limit:
                 raise queue_full(f"{limit} requests are being answered, which is the limit", retry_after_s)
             context.enter()
-            return await work()
+            response = await work()
         except (ClientDisconnected, ClientDisconnect):
-            return Response(status_code=CLIENT_CLOSED)
+            response = Response(status_code=CLIENT_CLOSED)
         except Exception as error:
             fault = self.error(error)
             if fault.status == internal().status and fault is not error:  # a bug
                 log.exception("request=%s failed", context.request_id)
-            return fault.response(context.api)
+            response = fault.response(context.api)
+        finally:
+            if not isinstance(response, StreamedResponse):  # which ends its context once sent
+                context.end(CLIENT_CLOSED if response is None else response.status_code)
+        return response
 
     async def read_object(self, request: Request, context: RequestContext) -> dict[str, Any]:
         """The body, a JSON object, within the limits.

@@ -417,7 +417,19 @@ def tokenizer_routes(server: ServerState) -> APIRouter:
 
     @router.get("/tokenizer_info", responses=answers(protocol.TOKENIZER))
     async def tokenizer_info() -> Response:
-        return JSONResponse(_tokenizer_info(server))
+        tokenizer: Any = server.prompts.tokenizer
+        if tokenizer is None:
+            raise bad_value("this checkpoint has no tokenizer", None)
+        # What lm-eval's remote tokenizer needs.
+        words = ("bos_token", "eos_token", "pad_token", "unk_token", "bos_token_id", "eos_token_id", "chat_template")
+        return JSONResponse(
+            {
+                "tokenizer_class": type(tokenizer).__name__,
+                "vocab_size": len(tokenizer),
+                "model_max_length": server.metadata.max_model_len,
+                **{name: getattr(tokenizer, name) for name in words},
+            }
+        )
 
     @router.post("/reset_prefix_cache", responses=answers({}))
     async def reset_prefix_cache(request: HttpRequest) -> Response:
@@ -457,25 +469,6 @@ async def detokenize(server: ServerState, data: dict[str, Any], _: AnswerContext
     body = server.ignored.parse(DetokenizeBody, data)
     server.require_model(body.model)
     return JSONResponse({"prompt": await server.prompts.decode(body.tokens)})
-
-
-def _tokenizer_info(server: ServerState) -> dict[str, Any]:
-    """What lm-eval's remote tokenizer needs."""
-    tokenizer: Any = server.prompts.tokenizer
-    if tokenizer is None:
-        raise bad_value("this checkpoint has no tokenizer", None)
-    return {
-        "tokenizer_class": type(tokenizer).__name__,
-        "vocab_size": len(tokenizer),
-        "model_max_length": server.metadata.max_model_len,
-        "bos_token": tokenizer.bos_token,
-        "eos_token": tokenizer.eos_token,
-        "pad_token": tokenizer.pad_token,
-        "unk_token": tokenizer.unk_token,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "chat_template": tokenizer.chat_template,
-    }
 
 
 def openai_routes(server: ServerState) -> APIRouter:
