@@ -1,6 +1,7 @@
-"""From a conversation of any API (as a ``ChatBody``) to a request for the engine, and to the deltas of its answer.
+"""From a conversation of any API (as a ``ChatBody``) to a request for the engine, and from its deltas to the response.
 
     body -> plan (tools, format) -> options (sampling) -> compressed by the draft, if requested -> token ids -> request
+    deltas -> ``Answer``, which each API writes -> response, whole or streamed
 
 Invariant: what ``prepare_chat`` and ``make_request`` return can be served (``engine/validate.py`` has checked it),
 within the server's limits; everything else is a 400 that names a field of the body. Defaults are those of the OpenAI

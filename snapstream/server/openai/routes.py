@@ -1,7 +1,7 @@
 """POST /v1/chat/completions, /v1/completions, /tokenize and /detokenize; GET /v1/models and /tokenizer_info.
 
-body (``http/requests.py``) -> fields (``protocol.py``) -> engine requests (``generation.py``) -> deltas -> ``Answer``,
-whole or as chunks, whose subclasses write the choices
+body (``http/requests.py``) -> fields (``protocol.py``) -> engine requests (``generation.py``) -> deltas ->
+``ChoicesAnswer``, whole or as chunks, whose subclasses write the choices
 
 Invariant: a chunk with choices has text, or ends a choice; usage comes once, in a chunk without choices, unless running
 usage was requested.
