@@ -396,6 +396,11 @@ class WatchedReplicas:
         """Poll every replica once; if none is known, whichever Ray chooses."""
         await asyncio.gather(*(self._ask(name) for name in self.registry.names or ("",)))
 
+    def route(self, request: Request, size: int, avoid: Collection[str]) -> Route:
+        """Where a request of this ``size`` may go."""
+        key = route_key(request, None if self.metadata is None else self.metadata.engine)
+        return Route(self.registry, self.caller, key=key, size=size, avoid=frozenset(avoid))
+
     async def run(self, request: Request, route: Route) -> AsyncGenerator[RequestDelta, None]:
         """The deltas of one replica, up to the last. EngineDead or QueueFull if there is no last one; ValueError."""
         name = ""
@@ -482,22 +487,13 @@ class ReplicatedEngine:
             raise EngineDead("the engine is shutting down")
         if self._resets:  # they must arrive before later requests, even if the caller has left
             await asyncio.wait(self._resets)
-        metadata = self.replicas.metadata
-        key = route_key(request, None if metadata is None else metadata.engine)
         avoid: set[str] = set()
         num_rows = request.sampling.n
         self._open.enter()
         try:
             for num_tries in range(1, MAX_TRIES + 1):
                 claim = self._registry.claim(num_rows)
-                route = Route(
-                    self._registry,
-                    self.replicas.caller,
-                    key=key,
-                    size=num_rows,
-                    avoid=frozenset(avoid),
-                    on_taken=claim.take,
-                )
+                route = replace(self.replicas.route(request, num_rows, avoid), on_taken=claim.take)
                 has_begun = False
                 try:
                     async with aclosing(self.replicas.run(request, route)) as deltas:
@@ -615,14 +611,7 @@ class ReplicaPrefill:
     def _route(self, request: Request, tried: frozenset[str]) -> Route:
         now = monotonic()
         self._avoided = {name: until for name, until in self._avoided.items() if until > now}
-        metadata = self._watched.metadata
-        return Route(
-            self._registry,
-            self._watched.caller,
-            key=route_key(request, None if metadata is None else metadata.engine),
-            size=len(request.prompt_token_ids),
-            avoid=tried | self._avoided.keys(),
-        )
+        return self._watched.route(request, len(request.prompt_token_ids), tried | self._avoided.keys())
 
     async def _until_ready(self) -> None:
         """Wait for a replica: known ones may be loading."""
