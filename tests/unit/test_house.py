@@ -59,6 +59,7 @@ FOREIGN_PRIVATES = {
     "os._exit": "its documented name; there is no other way to end a process whose threads hang",
     "torch.ops.aten._scaled_dot_product_": "attention of one backend has no other name",
     "torch.ops.aten._flash_attention_forward": "as above, and with a sliding window",
+    "struct._fields_": "how ctypes names the fields of a structure",
     "config._attn_implementation": "a config has no public name for the attention that its model runs",
 }
 TEST_PRIVATES = FOREIGN_PRIVATES | {
@@ -66,7 +67,6 @@ TEST_PRIVATES = FOREIGN_PRIVATES | {
     "torch.utils._pytree": "what a dispatch mode is handed may be nested, and nothing public walks it",
     "torch._subclasses.fake_tensor": "tensors that claim to be on a GPU, without one",
     "torch._dynamo": "counts what was compiled",
-    "struct._fields_": "how ctypes names the fields of a structure",
     "torch.ops.aten._local_scalar_dense": "the operator behind every number that is read from a device",
     "interpreter._patch_lang_tensor": "Triton's interpreter is mended from outside",
     "interpreter._convert_float": "as above",

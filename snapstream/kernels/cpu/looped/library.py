@@ -47,133 +47,95 @@ FORMATS = {
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "relu2": 2, "xielu": 3, "ungated_gelu": 4}  # the same
 FORMATS["fp8"] = FORMATS["float8_e4m3fn"]  # as rows name it
 
-_HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())
-
-
-def fields_of(struct: str, *used: type[Structure]) -> list[tuple[str, Any]]:
-    """The fields of a struct of ``abi.h`` as ctypes takes them: pointers, integers, floats and the structs ``used``."""
-    kinds: dict[str, Any] = {"int64_t": c_int64, "float": c_float} | {own.__name__: own for own in used}
-    (body,) = re.findall(rf"^struct {struct} {{(.*?)^}};", _HEADER, re.MULTILINE | re.DOTALL)
-    fields = []
-    for kind, names in re.findall(r"(?:const )?(\w+)([^;]+);", body):
-        for name in names.split(","):
-            fields.append((name.strip(" *"), c_void_p if "*" in name else kinds[kind]))
-    return fields
-
 
 class Stack(Structure):
     """Matrices ``[layers, rows, cols]`` in panels, or one."""
-
-    _fields_ = fields_of("Stack")
 
 
 class LayerParts(Structure):
     """The matrices of one layer, and what layers may differ in."""
 
-    _fields_ = fields_of("LayerParts", Stack)
-
 
 class Mixture(Structure):
     """The experts of a model; all zeros without."""
-
-    _fields_ = fields_of("Mixture", Stack)
 
 
 class Latent(Structure):
     """Attention over latents; all zeros for a model with keys and values per head."""
 
-    _fields_ = fields_of("Latent", Stack)
-
 
 class Recurrent(Structure):
     """Layers that keep a state in the place of keys and values; all zeros without."""
-
-    _fields_ = fields_of("Recurrent", Stack)
 
 
 class Ranks(Structure):
     """This process among the ranks of one machine that compute every step together."""
 
-    _fields_ = fields_of("Ranks")
-
 
 class Model(Structure):
-    _fields_ = fields_of("Model", Stack, Mixture, Latent, Recurrent)
+    """All that a step reads of a model."""
 
 
 class RowTable(Structure):
-    _fields_ = fields_of("RowTable")
+    """Where rows lie."""
 
 
 class Step(Structure):
-    _fields_ = fields_of("Step")
+    """One call."""
 
 
 class Sampling(Structure):
     """The state of rows that draws read and change."""
 
-    _fields_ = fields_of("Sampling")
-
 
 class Draw(Structure):
-    _fields_ = fields_of("Draw")
+    """One call."""
 
 
 class Prompt(Structure):
     """A chunk of a prompt."""
 
-    _fields_ = fields_of("Prompt")
-
 
 class Passing(Structure):
     """Tokens that pass one matrix, or the two of an MLP."""
-
-    _fields_ = fields_of("Passing", Stack)
 
 
 class Routed(Structure):
     """Tokens, and the experts they are routed to."""
 
-    _fields_ = fields_of("Routed", Stack)
-
 
 class Heads(Structure):
     """Heads of tokens as projected, and where they go."""
-
-    _fields_ = fields_of("Heads")
 
 
 class Convolving(Structure):
     """Sequences of a causal convolution."""
 
-    _fields_ = fields_of("Convolving")
-
 
 class DeltaRule(Structure):
     """Sequences of the gated delta rule."""
 
-    _fields_ = fields_of("DeltaRule")
+
+STRUCTS: tuple[type[Structure], ...] = (
+    Stack, LayerParts, Mixture, Latent, Recurrent, Ranks, Model, RowTable, Step, Sampling, Draw, Prompt, Passing,
+    Routed, Heads, Convolving, DeltaRule,
+)  # fmt: skip
+_HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())
 
 
-STRUCTS = (
-    Stack,
-    LayerParts,
-    Mixture,
-    Latent,
-    Recurrent,
-    Ranks,
-    Model,
-    RowTable,
-    Step,
-    Sampling,
-    Draw,
-    Prompt,
-    Passing,
-    Routed,
-    Heads,
-    Convolving,
-    DeltaRule,
-)
+def _fields_of(struct: str) -> list[tuple[str, Any]]:
+    """The fields of a struct of ``abi.h`` as ctypes takes them: pointers, integers, floats and structs."""
+    kinds: dict[str, Any] = {"int64_t": c_int64, "float": c_float} | {own.__name__: own for own in STRUCTS}
+    (body,) = re.findall(rf"^struct {struct} {{(.*?)^}};", _HEADER, re.MULTILINE | re.DOTALL)
+    return [
+        (name.strip(" *"), c_void_p if "*" in name else kinds[kind])
+        for kind, names in re.findall(r"(?:const )?(\w+)([^;]+);", body)
+        for name in names.split(",")
+    ]
+
+
+for struct in STRUCTS:  # in the order of ``abi.h``: a struct comes behind those that it contains
+    struct._fields_ = _fields_of(struct.__name__)
 
 
 def struct_problem(sizes: Sequence[int]) -> str | None:
