@@ -40,13 +40,6 @@ class DecodeLaunch(Launch):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LatentLaunch(DecodeLaunch):
-    """How a row of latents is cut for decode attention."""
-
-    heads: int  # query heads per program
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLaunch(Launch):
     """How products with a matrix per expert are cut: ``block`` numbers along the input at a time."""
 
@@ -121,23 +114,16 @@ def decode_launch(
     return split_row(launch, capacity, num_kv_heads)
 
 
-def latent_launch(query_bytes: int, row_bytes: int, capacity: int, num_heads: int) -> LatentLaunch:
-    """Latent attention: 16 heads accumulate their numbers in registers, 32 KB for DeepSeek's 512."""
+LATENT_HEADS = 16  # per program: they accumulate their numbers in registers, 32 KB for DeepSeek's 512
+
+
+def latent_launch(query_bytes: int, row_bytes: int, capacity: int, num_heads: int) -> DecodeLaunch:
+    """Attention of ``LATENT_HEADS`` query heads at a time over a row of latents."""
     if query_bytes == 4:  # no tensor cores at full precision: the least tiles
-        launch, heads = Launch(block=16, num_warps=8, num_stages=1), 16
-    elif row_bytes == 1:  # tiles widen in registers, of which four warps have too few
-        launch, heads = Launch(block=32, num_warps=8, num_stages=2), 16
-    else:
-        launch, heads = Launch(block=32, num_warps=4, num_stages=2), 16
-    cut = split_row(launch, capacity, -(-num_heads // heads))
-    return LatentLaunch(
-        block=cut.block,
-        num_warps=cut.num_warps,
-        num_stages=cut.num_stages,
-        num_splits=cut.num_splits,
-        split_slots=cut.split_slots,
-        heads=heads,
-    )
+        launch = Launch(block=16, num_warps=8, num_stages=1)
+    else:  # FP8 widens in registers, of which four warps have too few
+        launch = Launch(block=32, num_warps=8 if row_bytes == 1 else 4, num_stages=2)
+    return split_row(launch, capacity, -(-num_heads // LATENT_HEADS))
 
 
 def split_row(

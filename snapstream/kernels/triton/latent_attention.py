@@ -99,19 +99,17 @@ def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor)
 
 
 def launch_latent_attention(
-    q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor, launch: configs.LatentLaunch | None = None,
-    scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None
+) -> Tensor:
     """``q [B, H, E]`` over ``latents [rows+1, 1, C, E]`` of one layer -> ``[B, H, rank]``.
 
-    The last dimension must be contiguous; every length >= 1. ``launch`` is for the tuner; ``scales [rows+1, 1]`` are
-    those of rows in FP8.
+    The last dimension must be contiguous; every length >= 1. ``scales [rows+1, 1]``: of rows in FP8.
     """
     batch, num_heads, size = q.shape
     capacity = latents.shape[2]
     if q.stride(2) != 1 or latents.stride(3) != 1:
         raise ValueError("latent attention needs a contiguous head dimension in q and latents")
-    launch = launch or configs.latent_launch(q.element_size(), latents.element_size(), capacity, num_heads)
+    launch = configs.latent_launch(q.element_size(), latents.element_size(), capacity, num_heads)
     num_splits, rank_pad, early = launch.num_splits, configs.power_of_two(rank, 16), overlaps(q.device)
     out = q.new_empty(batch, num_heads, rank)
     if num_splits == 1:
@@ -119,11 +117,11 @@ def launch_latent_attention(
     else:
         partial = torch.empty(batch, num_heads, num_splits, rank, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
-    latent_split_kernel[(num_splits, triton.cdiv(num_heads, launch.heads), batch)](
+    latent_split_kernel[(num_splits, triton.cdiv(num_heads, configs.LATENT_HEADS), batch)](
         q, latents, latents if scales is None else scales, rows, lengths, partial, lse,
         size**-0.5 * attention.LOG2_E,
         q.stride(0), q.stride(1), latents.stride(0), latents.stride(2),
-        NUM_HEADS=num_heads, HEADS=launch.heads, RANK=rank, RANK_PAD=rank_pad, ROPE=size - rank,
+        NUM_HEADS=num_heads, HEADS=configs.LATENT_HEADS, RANK=rank, RANK_PAD=rank_pad, ROPE=size - rank,
         ROPE_PAD=configs.power_of_two(size - rank, 16), BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots,
         NUM_SPLITS=num_splits, STAGES=launch.num_stages, IS_FP8=scales is not None, EARLY=early,
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
