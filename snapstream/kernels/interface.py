@@ -198,15 +198,14 @@ def _triton(device: torch.device) -> Kernels:
         products,
         recurrence,
         rows,
+        scores,
     )
-    from snapstream.kernels.triton import products as triton_experts
-    from snapstream.kernels.triton import scores as triton_scores
 
     return replace(
         _torch(),
         version="triton",
         decode_attention=attention.decode_attention,
-        grouped_linear=triton_experts.grouped_linear,
+        grouped_linear=products.grouped_linear,
         code_linear=products.code_linear,
         one_linear=dense.one_linear,
         add_one_linear=dense.add_one_linear,
@@ -217,7 +216,7 @@ def _triton(device: torch.device) -> Kernels:
         norm_rope=rows.norm_rope,
         attend_rows=latent_attention.attend_rows,
         gather_rows=rows.gather_rows,
-        snapkv_scores=triton_scores.scores_of_any_size,
+        snapkv_scores=scores.scores_of_any_size,
         conv_step=recurrence.conv_step,
         memory_step=recurrence.memory_step,
         batch_tiles=(1, 2, *(tokens + 1 for tokens in configs.CODE_TOKENS[:-1])),

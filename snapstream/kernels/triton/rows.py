@@ -341,54 +341,47 @@ def rope_write_kernel(
     tl.store(v_at + half, high_raw.to(v_ptr.dtype.element_ty), mask=is_v)
 
 
-def _check(heads: Tensor, *caches: Tensor) -> None:
-    if heads.stride(2) != 1 or heads.stride(1) != heads.shape[2] or any(cache.stride(3) != 1 for cache in caches):
-        raise ValueError("the projected heads of a token must be contiguous, and so the head dimension of the cache")
-
-
 def norm_rope_write(
     heads: Tensor, norm: HeadNorm, rope: CosSin, cache: LayerRows, rows: Tensor, slots: Tensor
 ) -> Tensor:
     """See ``reference.norm_rope_write``; ``heads [T, H+2G, E]`` may be strided along T only."""
     cache.refuse_latents("the write of slots in Triton")
-    (head_norm, eps), (cos, sin) = norm[:2], rope
-    k_cache, v_cache = cache.k, cache.v
-    k_scale, v_scale = cache.scales
-    _check(heads, k_cache, v_cache)
-    num_tokens, num_projected, head_dim = heads.shape
-    num_kv_heads = k_cache.shape[1]
-    num_heads = num_projected - 2 * num_kv_heads
-    q, early = heads.new_empty(num_tokens, num_heads, head_dim), overlaps(heads.device)
-    if num_tokens:
-        rope_write_kernel[(num_tokens, triton.cdiv(num_projected, HEADS_PER_PROGRAM))](
-            heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
-            q, k_cache, v_cache, k_cache if k_scale is None else k_scale, v_cache if v_scale is None else v_scale,
-            rows, slots,
-            eps,
-            heads.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-            v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-            HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
-            WRITES=True, IS_FP8=k_scale is not None, EARLY=early, num_warps=4, launch_pdl=early,
-        )  # fmt: skip
-    return q
+    return _rotate(heads, norm, rope, cache.num_kv_heads, cache, (rows, slots))
 
 
 def norm_rope(heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int) -> Tensor:
     """See ``reference.norm_rope``; ``heads [T, H+2G, E]`` may be strided along T only."""
+    return _rotate(heads, norm, rope, num_kv_heads)
+
+
+def _rotate(
+    heads: Tensor, norm: HeadNorm, rope: CosSin, num_kv_heads: int, cache: LayerRows | None = None,
+    places: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Rotated q ``[T, H, E]``, with k and v written to ``places``; or without a cache q and k ``[T, H+G, E]``."""
     (head_norm, eps), (cos, sin) = norm[:2], rope
-    _check(heads)
     num_tokens, num_projected, head_dim = heads.shape
-    num_rotated = num_projected - num_kv_heads
-    out, early = heads.new_empty(num_tokens, num_rotated, head_dim), overlaps(heads.device)
+    num_heads, early = num_projected - 2 * num_kv_heads, overlaps(heads.device)
+    if cache is None or places is None:
+        num_read = num_projected - num_kv_heads
+        k = v = rows = slots = out = heads.new_empty(num_tokens, num_read, head_dim)
+        k_scale = v_scale = None
+        strides = [0] * 6
+    else:
+        num_read, out = num_projected, heads.new_empty(num_tokens, num_heads, head_dim)
+        k, v, (k_scale, v_scale), (rows, slots) = cache.k, cache.v, cache.scales, places
+        strides = [*k.stride()[:3], *v.stride()[:3]]
+    is_packed = heads.stride(2) == 1 and heads.stride(1) == head_dim
+    if not is_packed or k.stride(-1) != 1 or v.stride(-1) != 1:
+        raise ValueError("the projected heads of a token must be contiguous, and so the head dimension of the cache")
     if num_tokens:
-        rope_write_kernel[(num_tokens, triton.cdiv(num_rotated, HEADS_PER_PROGRAM))](
+        rope_write_kernel[(num_tokens, triton.cdiv(num_read, HEADS_PER_PROGRAM))](
             heads, heads if head_norm is None else head_norm.contiguous(), cos.contiguous(), sin.contiguous(),
-            out, out, out, out, out, out, out,
+            out, k, v, k if k_scale is None else k_scale, v if v_scale is None else v_scale, rows, slots,
             eps,
-            heads.stride(0), 0, 0, 0, 0, 0, 0,
-            NUM_HEADS=num_rotated - num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+            heads.stride(0), *strides,
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             HALF_PAD=configs.power_of_two(head_dim // 2), BLOCK=HEADS_PER_PROGRAM, HAS_NORM=head_norm is not None,
-            WRITES=False, IS_FP8=False, EARLY=early, num_warps=4, launch_pdl=early,
+            WRITES=cache is not None, IS_FP8=k_scale is not None, EARLY=early, num_warps=4, launch_pdl=early,
         )  # fmt: skip
     return out
