@@ -128,14 +128,14 @@ class PanelMatrix(Matrix):
     def multiply_exactly(self, x: Tensor) -> Tensor:
         stack = self.stack
         stack.inputs = FORMATS["float32"]
-        return panels.linear(self.library, stack, x[None], None)[0]
+        return prompt.linear(self.library, stack, x[None], None)[0]
 
     def multiply(self, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
         """Batch-invariant. Inputs are rounded as configured for prefill; looped decode uses ``stack``."""
-        return panels.linear(self.library, self._prefill_stack, x, bias)
+        return prompt.linear(self.library, self._prefill_stack, x, bias)
 
     def multiply_normed(self, given: SumNorm, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        return prompt.normed_linear(self.library, self._prefill_stack, given, bias)
+        return prompt.linear(self.library, self._prefill_stack, given, bias)
 
     def swiglu(
         self, down: Matrix, given: SumNorm | Tensor, biases: tuple[Tensor | None, Tensor | None], kernels: Kernels,

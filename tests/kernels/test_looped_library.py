@@ -22,7 +22,7 @@ from benchmarks import bounds
 from snapstream.config import WeightFormat
 from snapstream.config.weights import K_GROUPS, WeightDType
 from snapstream.kernels import groups
-from snapstream.kernels.cpu.looped import build, panels
+from snapstream.kernels.cpu.looped import build, panels, prompt
 from snapstream.kernels.cpu.looped.build import (
     VARIABLE,
     InstructionSet,
@@ -142,11 +142,11 @@ def test_a_product_in_panels(
     panels.fill_rows(stored, cut, weight[cut:])
     assert torch.equal(panels.rows_of(stored, num_out, num_in), weight)
     stack = panels.stack_of(stored, num_out, num_in)
-    got = panels.linear(library, stack, x, bias)
+    got = prompt.linear(library, stack, x, bias)
     want = x.double() @ weight.double().t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * num_in**0.5)
     for token in {0, tokens // 2, tokens - 1}:
-        assert torch.equal(panels.linear(library, stack, x[token : token + 1], bias)[0], got[token])
+        assert torch.equal(prompt.linear(library, stack, x[token : token + 1], bias)[0], got[token])
     ids = torch.arange(num_out).flip(0)
     assert torch.equal(panels.lookup(library, stack, ids), weight.float().flip(0))
     with pytest.raises(ValueError, match=f"there are {num_out}"):
@@ -176,10 +176,10 @@ def test_a_product_of_codes(
     stack, wide = panels.stack_of_codes(stored, num_out, num_in, form), decode(codes, scales, form)
     assert torch.equal(panels.lookup(library, stack, torch.arange(num_out)), wide)
     x = torch.randn(tokens, num_in, generator=generator)
-    got = panels.linear(library, stack, x, None)
+    got = prompt.linear(library, stack, x, None)
     torch.testing.assert_close(got.double(), x.double() @ wide.double().t(), rtol=1e-5, atol=1e-5 * num_in**0.5)
     for token in {0, tokens // 2, tokens - 1}:
-        assert torch.equal(panels.linear(library, stack, x[token : token + 1], None)[0], got[token])
+        assert torch.equal(prompt.linear(library, stack, x[token : token + 1], None)[0], got[token])
 
 
 @pytest.mark.parametrize("instructions", instruction_sets())
@@ -204,7 +204,7 @@ def test_a_product_of_whole_numbers(
     stack = panels.stack_of_codes(stored, num_out, num_in, form)
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, : form.group] = 0.0
-    got, want = panels.linear(library, stack, x, None), multiply_codes(x, codes, scales, form)
+    got, want = prompt.linear(library, stack, x, None), multiply_codes(x, codes, scales, form)
     limit = 1e-6 * (num_in / form.group) ** 0.5 * float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=limit)
     seen = groups.round_inputs(x, form.group).double() @ decode(codes, scales, form).double().t()
@@ -213,7 +213,7 @@ def test_a_product_of_whole_numbers(
     try:
         for token, way in zip((0, tokens // 2, tokens - 1), (0, 1, 0), strict=True):
             library.way(way)
-            assert torch.equal(panels.linear(library, stack, x[token : token + 1], None)[0], got[token])
+            assert torch.equal(prompt.linear(library, stack, x[token : token + 1], None)[0], got[token])
     finally:
         library.way(chosen)
 
@@ -268,11 +268,11 @@ def test_a_product_of_tokens_in_bf16(
     x = torch.randn(tokens, num_in, generator=generator) * 2.0**exponent
     x[0, 0] = 2.0**exponent * (1 + 2.0**-8)  # half-way between two numbers of bf16
     bias = torch.randn(num_out, generator=generator)
-    got = panels.linear(library, stack, x, bias)
+    got = prompt.linear(library, stack, x, bias)
     want = x.bfloat16().double() @ wide.double().t() + bias
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5 * num_in**0.5 * 2.0**exponent)
     for token in {0, tokens // 2, tokens - 1}:
-        assert torch.equal(panels.linear(library, stack, x[token : token + 1], bias)[0], got[token])
+        assert torch.equal(prompt.linear(library, stack, x[token : token + 1], bias)[0], got[token])
 
 
 @needs_bf16
@@ -284,7 +284,7 @@ def test_a_product_of_tokens_in_bf16_loses_nothing_that_is_not_finite(wrong: flo
     stack.inputs = FORMATS["bfloat16"]
     x = torch.ones(3, 64)
     x[1, 40] = wrong
-    got = panels.linear(load(), stack, x, None)
+    got = prompt.linear(load(), stack, x, None)
     torch.testing.assert_close(got, x.bfloat16().float().sum(1, keepdim=True).expand(-1, 40), equal_nan=True)
 
 
@@ -301,7 +301,7 @@ def test_a_product_of_whole_numbers_loses_nothing_that_is_not_finite(
     x = torch.ones(3, 256)
     x[1, 40:44] = wrong  # a sum of several
     stack = panels.stack_of_codes(stored, 40, 256, form)
-    got = panels.linear(load(instructions), stack, x, None)
+    got = prompt.linear(load(instructions), stack, x, None)
     assert got[[0, 2]].isfinite().all() and not got[1].isfinite().any()
 
 

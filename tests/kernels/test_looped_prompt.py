@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,7 @@ from snapstream.kernels.backends.prefill import VERSIONS, Case, Version
 from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, instruction_sets
 from snapstream.kernels.cpu.looped.library import load
-from snapstream.kernels.cpu.looped.prompt import (
-    Products,
-    attend,
-    attend_lanes,
-    packed_attention,
-    prefill_attention,
-    stage_heads,
-)
+from snapstream.kernels.cpu.looped.prompt import Products, attend, stage_heads
 from snapstream.kernels.interface import HeadNorm, Pairs, SumNorm, Xielu, bind
 from snapstream.kernels.rows import PackedLens
 from snapstream.llm import LLM
@@ -72,12 +65,10 @@ def native_of(name: str, instructions: InstructionSet) -> Callable[..., Tensor]:
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, window: int | None = None, sinks: Tensor | None = None,
-        cap: float | None = None,
+        cap: float | None = None, ends: Sequence[tuple[int, int]] = (),
     ) -> Tensor:  # fmt: skip
-        options: Any = {"window": window, "sinks": sinks, "cap": cap}
-        if name == "cpu_bf16":
-            return attend(own, q, k, v, (0, len(q)), (0, k.shape[1]), **options)
-        return attend_lanes(own, q, k, v, products="int16" if name == "cpu_int16" else "float32", **options)
+        options: Any = {"window": window, "sinks": sinks, "cap": cap, "ends": ends}
+        return attend(own, q, k, v, products=PRODUCTS[name], **options)
 
     own = library.load(instructions)
     if name == "cpu_bf16" and not own.multiplies_bf16():
@@ -103,6 +94,7 @@ def allowed(name: str, v: Tensor) -> float:
 
 
 INT32_MAX = 2**31 - 1
+PRODUCTS: dict[str, Products] = {"cpu_fp32": "float32", "cpu_int16": "int16", "cpu_bf16": "bfloat16"}
 NATIVE = pytest.mark.parametrize("name", ["cpu_fp32", "cpu_int16", pytest.param("cpu_bf16", marks=needs_bf16)])
 OF_EACH_SET = pytest.mark.parametrize("instructions", instruction_sets())
 
@@ -162,11 +154,13 @@ def test_int16_does_not_overflow(instructions: InstructionSet, size: int) -> Non
     torch.testing.assert_close(native(q, k, v), want, rtol=0, atol=float(want.abs().max()) / 200)
 
 
-@pytest.mark.parametrize("products", ["float32", "int16"])
+@NATIVE
 @OF_EACH_SET
-def test_the_same_bits_in_any_chunks_and_company(instructions: InstructionSet, products: Products) -> None:
+def test_the_same_bits_in_any_chunks_and_company(instructions: InstructionSet, name: str) -> None:
+    native = native_of(name, instructions)
+
     def own(q: Tensor, k: Tensor, v: Tensor, *ends: tuple[int, int]) -> Tensor:
-        return attend_lanes(library.load(instructions), q, k, v, list(ends) or None, products=products)
+        return native(q, k, v, ends=ends)
 
     q, k, v = sample(500, 6, 2, 500, 40, 24)
     whole = own(q, k, v)
@@ -662,18 +656,3 @@ def test_values_without_the_zeros_behind_them_are_attended_alike(name: str) -> N
     ends = [torch.tensor([0, *part]).cumsum(0).int() for part in ([5, 1, 40], [5, 300, 47])]
     lens = PackedLens(ends[0], ends[1], 40, 300)
     assert torch.equal(version.attend_packed(q, k, v[..., :20], lens), version.attend_packed(q, k, v, lens)[..., :20])
-
-
-@needs_bf16
-def test_prompts_in_one_call_are_attended_as_in_a_call_each() -> None:
-    torch.manual_seed(0)
-    queries, keys = [5, 1, 40], [5, 300, 47]
-    q, k, v = torch.randn(46, 6, 20), torch.randn(2, 400, 20)[:, :352], torch.randn(2, 400, 20)[:, :352]
-    ends = [torch.tensor([0, *part]).cumsum(0).int() for part in (queries, keys)]
-    got = packed_attention(q, k, v, PackedLens(ends[0], ends[1], 40, 300))
-    parts: list[Tensor] = []
-    for i in range(3):
-        own = slice(int(ends[1][i]), int(ends[1][i + 1]))
-        parts.append(prefill_attention(q[ends[0][i] : ends[0][i + 1]], k[:, own], v[:, own]))
-    assert torch.equal(got, torch.cat(parts))
-    assert torch.equal(got[:5], attend(load(), q, k, v, (0, 5), (0, 5))[:5])

@@ -14,10 +14,9 @@ from torch import Tensor
 from snapstream.assets import TINY_MODEL
 from snapstream.kernels import reference
 from snapstream.kernels.backends.autotune import choose
-from snapstream.kernels.backends.prefill import Case
+from snapstream.kernels.backends.prefill import VERSIONS, Case
 from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import find_compiler
-from snapstream.kernels.cpu.looped.prompt import prefill_attention
 from snapstream.llm import LLM
 from snapstream.types import SamplingParams
 
@@ -26,6 +25,7 @@ pytestmark = pytest.mark.skipif(
     find_compiler() is None or not INFO.exists() or "avx512_bf16" not in INFO.read_text(),
     reason="this processor does not multiply bf16",
 )
+prefill_attention = VERSIONS["cpu_bf16"].attend
 
 
 def sample(queries: int, heads: int, kv_heads: int, keys: int, size: int, value_size: int, seed: int) -> list[Tensor]:

@@ -234,12 +234,17 @@ def _on_cpu_in_bf16(case: Case) -> str:
     return "" if library.load().multiplies_bf16() else "this processor does not multiply bf16"
 
 
-def _in_lanes(
+def _by_library(
     products: prompt.Products, q: Tensor, k: Tensor, v: Tensor, lens: PackedLens | None = None, *,
     window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True)) if lens else None
-    return prompt.attend_lanes(library.load(), q, k, v, ends, products=products, window=window, sinks=sinks, cap=cap)
+    ends = list(zip(lens.queries.tolist()[1:], lens.keys.tolist()[1:], strict=True)) if lens else ()
+    return prompt.attend(library.load(), q, k, v, ends, products=products, window=window, sinks=sinks, cap=cap)
+
+
+def _native(name: str, products: prompt.Products, why_not: Callable[[Case], str]) -> Version:
+    attend = partial(_by_library, products)
+    return Version(name, attend, why_not, attend, stage_heads=prompt.stage_heads, takes_narrow_values=True)
 
 
 def _by_triton(
@@ -256,18 +261,9 @@ VERSIONS: dict[str, Version] = {
     for version in (
         Version("reference", reference.prefill_attention, lambda case: ""),
         Version("cpu", cpu_attention.prefill_attention, _on_cpu),
-        Version(
-            "cpu_fp32", partial(_in_lanes, "float32"), _on_cpu_in_fp32, partial(_in_lanes, "float32"),
-            stage_heads=prompt.stage_heads, takes_narrow_values=True,
-        ),
-        Version(
-            "cpu_int16", partial(_in_lanes, "int16"), _on_cpu_in_fp32, partial(_in_lanes, "int16"),
-            stage_heads=prompt.stage_heads, takes_narrow_values=True,
-        ),
-        Version(
-            "cpu_bf16", prompt.prefill_attention, _on_cpu_in_bf16, prompt.packed_attention,
-            stage_heads=prompt.stage_heads, takes_narrow_values=True,
-        ),
+        _native("cpu_fp32", "float32", _on_cpu_in_fp32),
+        _native("cpu_int16", "int16", _on_cpu_in_fp32),
+        _native("cpu_bf16", "bfloat16", _on_cpu_in_bf16),
         Version(
             "sdpa_flash", pytorch.prefill_attention, _needs(has_sinks=True), torch_varlen,
             why_no_torch_varlen,

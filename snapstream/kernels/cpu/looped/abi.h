@@ -4,6 +4,9 @@
 #pragma once
 #include <cstdint>
 
+// Of a function that Python calls by its name (library.py): structs come by their address, and no exception leaves it.
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 namespace looped {
 
 constexpr int PANEL = 32;   // rows of a panel

@@ -153,21 +153,6 @@ inline int64_t layer_stages(const Model& model) {
 }
 inline int64_t num_stages(const Model& model) { return 1 + model.layers * layer_stages(model) + 2; }
 
-// x [tokens, cols] times a matrix transposed, plus bias or null: out [tokens, rows]; buffer for tokens x (cols + 3)
-// (prompt_products.cpp).
-void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,
-            int64_t threads);
-void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out, int64_t threads);
-// Stores rows from `first` on in panels of quantized blocks: a row's codes, blocks x code bytes, and scales, blocks x
-// scale_bytes, of which the first `halves` bytes are numbers of two.
-void fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows, const char* codes,
-                const char* scales, int64_t scale_bytes, int64_t halves, bool is_four_bits, int64_t threads);
-// With all tokens of a prompt.
-Product prefill_product(const Stack& matrix);
-bool step(Engine& engine, const Step& step);  // false: another rank has gone
-// After a step with drafts: the states of its rows go on by the entries that they accepted, [rows].
-void accept(Engine& engine, const Step& step, const int64_t* counts);
-// Of a thread.
-int64_t scratch_floats(const Model& model, int64_t max_batch);
+int64_t scratch_floats(const Model& model, int64_t max_batch);  // of a thread
 
 }  // namespace looped

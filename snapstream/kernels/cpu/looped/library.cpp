@@ -1,8 +1,5 @@
-// The functions that Python calls (library.py), and the buffers of an engine.
-#include "products.h"
-#include "prompt.h"
+// An engine: its buffers, and how Python makes it and ends it.
 #include "recurrent.h"
-#include "sampling.h"
 
 namespace looped {
 
@@ -76,24 +73,16 @@ int64_t Engine::workspace_floats(const Model& model, const RowTable& rows, int64
     return count.at;
 }
 
-}  // namespace looped
-
-using namespace looped;
-
-#define EXPORT __attribute__((visibility("default")))
-
-extern "C" {
-
 // Bytes of the structs, in the order of abi.h.
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
-        sizeof(Stack), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
-        sizeof(Sampling), sizeof(Draw), sizeof(Prompt), sizeof(Passing), sizeof(Routed), sizeof(Heads),
-        sizeof(Convolving), sizeof(DeltaRule)};
+        sizeof(Stack), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks),
+        sizeof(Model), sizeof(RowTable), sizeof(Step), sizeof(Sampling), sizeof(Draw), sizeof(Prompt),
+        sizeof(Passing), sizeof(Routed), sizeof(Heads), sizeof(Convolving), sizeof(DeltaRule)};
     return bytes;
 }
 
-EXPORT ThreadPool* looped_pool(int64_t threads) {
+EXPORT ThreadPool* looped_pool(int64_t threads) {  // null: the system gave no more threads
     try {
         return new ThreadPool(static_cast<int>(threads));
     } catch (...) {
@@ -102,65 +91,17 @@ EXPORT ThreadPool* looped_pool(int64_t threads) {
 }
 EXPORT void looped_end_pool(ThreadPool* pool) { delete pool; }
 
-EXPORT int64_t looped_workspace(const Model* model, const RowTable* rows, ThreadPool* pool, int64_t max_batch) {
-    return Engine::workspace_floats(*model, *rows, max_batch, pool->size());
+EXPORT int64_t looped_workspace(const Model& model, const RowTable& rows, const ThreadPool& pool, int64_t max_batch) {
+    return Engine::workspace_floats(model, rows, max_batch, pool.size());
 }
-EXPORT int64_t looped_shared_bytes(const Model* model, int64_t ranks, int64_t max_batch) {
-    return RankGroup::bytes(*model, ranks, max_batch);
+EXPORT int64_t looped_shared_bytes(const Model& model, int64_t ranks, int64_t max_batch) {
+    return RankGroup::bytes(model, ranks, max_batch);
 }
-EXPORT Engine* looped_engine(const Model* model, const RowTable* rows, const Ranks* ranks, ThreadPool* pool,
+EXPORT Engine* looped_engine(const Model& model, const RowTable& rows, const Ranks& ranks, ThreadPool& pool,
                              int64_t max_batch, float* workspace) {
-    return new Engine(*model, *rows, *ranks, *pool, max_batch, Cut{workspace});
+    return new Engine(model, rows, ranks, pool, max_batch, Cut{workspace});
 }
 EXPORT void looped_end_engine(Engine* engine) { delete engine; }
+EXPORT int64_t looped_stages(const Model& model) { return num_stages(model); }
 
-EXPORT int64_t looped_step(Engine* engine, const Step* step) { return looped::step(*engine, *step); }
-EXPORT void looped_accept(Engine* engine, const Step* step, const int64_t* counts) {
-    looped::accept(*engine, *step, counts);
-}
-EXPORT int64_t looped_sampling_bytes(int64_t vocab) { return sampling_bytes(vocab); }
-EXPORT void looped_draw(ThreadPool* pool, const Sampling* sampling, const Draw* call, char* workspace, int64_t places) {
-    draw(*sampling, *call, *pool, workspace, places);
-}
-EXPORT int64_t looped_stages(const Model* model) { return num_stages(*model); }
-
-EXPORT void looped_linear(const Stack* matrix, const float* x, int64_t tokens, const float* bias, float* out,
-                   float* buffer, int64_t threads) {
-    looped::linear(*matrix, x, tokens, bias, out, buffer, threads);
-}
-EXPORT void looped_copy_rows(const Stack* matrix, const int64_t* rows, int64_t count, float* out,
-                             int64_t threads) {
-    looped::copy_rows(*matrix, rows, count, out, threads);
-}
-EXPORT void looped_fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows,
-                              const char* codes, const char* scales, int64_t scale_bytes, int64_t halves,
-                              int64_t is_four_bits, int64_t threads) {
-    looped::fill_codes(panels, blocks, block_bytes, first, rows, codes, scales, scale_bytes, halves, is_four_bits,
-                       threads);
-}
-EXPORT void looped_pass_tokens(const Passing* passing, float* buffer, int64_t threads) {
-    pass_tokens(*passing, buffer, threads);
-}
-EXPORT void looped_pass_experts(const Routed* routed, float* buffer, int64_t threads) {
-    pass_experts(*routed, buffer, threads);
-}
-EXPORT void looped_stage_heads(const Heads* heads, int64_t threads) { stage_heads(*heads, threads); }
-EXPORT void looped_convolve(const Convolving* own, int64_t threads) { convolve(*own, threads); }
-EXPORT void looped_delta_rule(const DeltaRule* own, int64_t threads) { apply_delta_rule(*own, threads); }
-EXPORT int64_t looped_way(int64_t way) { return choose_way(way); }
-EXPORT void looped_attend_prompts(const Prompt* all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
-                                  int64_t threads) {
-    attend_prompts(*all, query_ends, key_ends, count, threads);
-}
-EXPORT void looped_attend_prompts_f32(const Prompt* prompts, int64_t count, int64_t threads) {
-    attend_prompts_f32(prompts, count, threads);
-}
-EXPORT void looped_attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads) {
-    attend_prompts_int16(prompts, count, threads);
-}
-EXPORT int64_t looped_attends_in_int16() { return attends_in_int16(); }
-EXPORT int64_t looped_multiplies_bf16() { return multiplies_bf16(); }
-EXPORT int64_t looped_gains_by_bf16() { return gains_by_bf16(); }
-EXPORT int64_t looped_gains_by_int8() { return gains_by_int8(); }
-EXPORT int64_t looped_gains_by_int16() { return gains_by_int16(); }
-}
+}  // namespace looped

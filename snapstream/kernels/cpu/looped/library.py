@@ -9,7 +9,7 @@ import re
 import threading
 import weakref
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, byref, c_bool, c_float, c_int64, c_void_p, sizeof
 from functools import cache
 from typing import Any
 
@@ -153,12 +153,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "shared_bytes": (c_int64, [POINTER(Model), c_int64, c_int64]),
     "engine": (c_void_p, [POINTER(Model), POINTER(RowTable), POINTER(Ranks), c_void_p, c_int64, c_void_p]),
     "end_engine": (None, [c_void_p]),
-    "step": (c_int64, [c_void_p, POINTER(Step)]),
+    "step": (c_bool, [c_void_p, POINTER(Step)]),
     "accept": (None, [c_void_p, POINTER(Step), c_void_p]),
     "sampling_bytes": (c_int64, [c_int64]),
     "draw": (None, [c_void_p, POINTER(Sampling), POINTER(Draw), c_void_p, c_int64]),
     "stages": (c_int64, [POINTER(Model)]),
-    "linear": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64]),
     "copy_rows": (None, [POINTER(Stack), c_void_p, c_int64, c_void_p, c_int64]),
     "fill_codes": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_void_p, *[c_int64] * 4]),
     "pass_tokens": (None, [POINTER(Passing), c_void_p, c_int64]),
@@ -167,14 +166,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "convolve": (None, [POINTER(Convolving), c_int64]),
     "delta_rule": (None, [POINTER(DeltaRule), c_int64]),
     "way": (c_int64, [c_int64]),
-    "attend_prompts": (None, [POINTER(Prompt), c_void_p, c_void_p, c_int64, c_int64]),
-    "attend_prompts_f32": (None, [POINTER(Prompt), c_int64, c_int64]),
-    "attend_prompts_int16": (None, [POINTER(Prompt), c_int64, c_int64]),
-    "attends_in_int16": (c_int64, []),
-    "multiplies_bf16": (c_int64, []),
-    "gains_by_bf16": (c_int64, []),
-    "gains_by_int8": (c_int64, []),
-    "gains_by_int16": (c_int64, []),
+    **{f"attend_{name}": (None, [POINTER(Prompt), c_int64, c_int64]) for name in ("float32", "bfloat16", "int16")},
+    "attends_in_int16": (c_bool, []),
+    "multiplies_bf16": (c_bool, []),
+    "gains_by_bf16": (c_bool, []),
+    "gains_by_int8": (c_bool, []),
+    "gains_by_int16": (c_bool, []),
 }
 
 

@@ -1,4 +1,4 @@
-"""Matrices in panels (``panels.h``): how rows get there and back, and the products outside of a step.
+"""Matrices in panels (``panels.h``): how rows get there and back.
 
 A panel is 32 rows, whose columns follow each other in units of a few. Floats are ``[..., panels, units, 32, columns of
 a unit]``; integers (reference: ``groups.py``) are uint8 ``[..., panels, blocks, bytes]``, of a block the scales of
@@ -71,16 +71,6 @@ def stack_of(panels: Tensor, num_out: int, num_in: int) -> Stack:
         data=address(panels), layer_bytes=panels.shape[-4] * panel_bytes, panel_bytes=panel_bytes, rows=num_out,
         cols=num_in, format=FORMATS[str(panels.dtype).removeprefix("torch.")],
     )  # fmt: skip
-
-
-def linear(library: Library, stack: Stack, x: Tensor, bias: Tensor | None) -> Tensor:
-    """``x [T, in]`` fp32 times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
-    x = x.contiguous()
-    out = torch.empty(x.shape[0], stack.rows)
-    buffer = library.scratch(x.shape[0] * (x.shape[1] + ALIGN_COLS - 1))
-    threads = torch.get_num_threads()
-    library.linear(byref(stack), address(x), len(x), address(bias), address(out), address(buffer), threads)
-    return out
 
 
 def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:

@@ -20,10 +20,9 @@ double seconds_of(Product product, const Stack& stack, int64_t tokens, int64_t m
 // side in 32 bits, as panels of bf16 have them. Packed, the tokens of a group are [padded columns / 2][T] such pairs; a
 // number is rounded to the nearest, ties to even.
 
-// Whether this processor has the instruction, and the compiler that made this library knew it.
-bool multiplies_bf16();
-// And whether that is faster: tried once in the life of a process.
-bool gains_by_bf16();
+// Whether this processor has the instruction, the compiler that made this library knew it, and that is faster: tried once
+// in the life of a process.
+EXPORT bool looped_gains_by_bf16();
 inline bool takes_bf16(const Stack& matrix) { return matrix.inputs == BF16; }
 // Of a matrix whose inputs are bf16: x is what pack_bf16 wrote.
 Product bf16_product(int64_t format);
@@ -58,8 +57,6 @@ constexpr int MOST_WEIGHT = 4095, MOST_TOKEN = 16383;
 static_assert(SHORTS_GROUP * MOST_WEIGHT * MOST_TOKEN <= std::numeric_limits<int32_t>::max());
 inline bool takes_shorts(const Stack& matrix) { return matrix.inputs == I16; }
 Product short_product(int64_t format);
-// Whether it is faster than fp32 in prefill of bf16: tried once in the life of a process.
-bool gains_by_int16();
 
 // -- either
 
@@ -150,10 +147,6 @@ class PackedCodes {
 
 // Of a matrix of codes whose inputs are codes: x is what PackedCodes wrote.
 Products code_products(int64_t format);
-// Whether prefill is faster with them than with any other inputs: tried once in the life of a process.
-bool gains_by_int8();
-// Which way to sum them is in use: the fastest, or for tests the one that is asked for (simd.h); -1 asks for none.
-int64_t choose_way(int64_t way);
 // Of any matrix.
 inline Products products_of(const Stack& matrix) {
     if (takes_codes(matrix)) return code_products(matrix.format);

@@ -84,15 +84,16 @@ void two_panels(const Stack& stack, const char* own, const float* x, const Group
 
 }  // namespace
 
-bool multiplies_bf16() {
+// Whether this processor has the instruction, and the compiler that made this library knew it.
+EXPORT bool looped_multiplies_bf16() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
-bool gains_by_bf16() {
+EXPORT bool looped_gains_by_bf16() {
     static const bool gains = [] {
         Stack stack{};
         stack.rows = PANEL, stack.cols = 1024, stack.format = BF16, stack.panel_bytes = 1024 * PANEL * 2;
-        return multiplies_bf16() &&
+        return looped_multiplies_bf16() &&
                seconds_of(panel<PairsBF16>, stack, 48) < seconds_of(products_of(BF16).of_one, stack, 48);
     }();
     return gains;
@@ -111,8 +112,8 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 
 #else
 
-bool multiplies_bf16() { return false; }
-bool gains_by_bf16() { return false; }
+EXPORT bool looped_multiplies_bf16() { return false; }
+EXPORT bool looped_gains_by_bf16() { return false; }
 Product bf16_product(int64_t) { return nullptr; }
 Products bf16_products() { return {nullptr, nullptr}; }
 void pack_bf16(const float*, int64_t, int64_t, int64_t, float*, const Place&) {}

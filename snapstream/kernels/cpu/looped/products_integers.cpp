@@ -466,7 +466,8 @@ Product short_product(int64_t format) {
     return format == BF16 ? own.of_bf16 : format == F16 ? own.of_f16 : own.of_fp8;
 }
 
-bool gains_by_int16() {
+// Whether it is faster than fp32 in prefill of bf16: tried once in the life of a process.
+EXPORT bool looped_gains_by_int16() {
     static const bool gains = [] {
         Stack stack{};
         stack.rows = PANEL, stack.cols = 1024, stack.format = BF16, stack.panel_bytes = 1024 * PANEL * 2;
@@ -475,10 +476,11 @@ bool gains_by_int16() {
     return gains;
 }
 
-bool gains_by_int8() {
+// Whether prefill is faster with tokens in int8 than with any other inputs: the same.
+EXPORT bool looped_gains_by_int8() {
     static const bool gains = [] {
         const Stack stack = panel_of_codes();
-        const Product other = gains_by_bf16() ? bf16_product(I8) : products_of(I8).of_one;
+        const Product other = looped_gains_by_bf16() ? bf16_product(I8) : products_of(I8).of_one;
         return seconds_of(code_products(I8).of_one, stack, 48) < seconds_of(other, stack, 48);
     }();
     return gains;
@@ -493,7 +495,8 @@ int64_t most_integers() {
     return most;
 }
 
-int64_t choose_way(int64_t way) {
+// Which way to sum them is in use: the fastest, or for tests the one that is asked for (simd.h); -1 asks for none.
+EXPORT int64_t looped_way(int64_t way) {
     if (way >= 0) choice().chosen = std::min<size_t>(way, choice().ways.size() - 1);
     return choice().chosen;
 }

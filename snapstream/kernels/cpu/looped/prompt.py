@@ -1,4 +1,4 @@
-"""What a layer computes while prompts are read, in native calls (``prompt.h``): attention; norms, products and
+"""What a layer computes while prompts are read, in native calls: attention; norms, products and
 SwiGLU in one call; heads normed, rotated and staged in another; recurrences.
 
 Reference: ``models/matrix.py``, ``kernels/pytorch.py`` and ``kernels/reference.py``. Every result is batch-invariant.
@@ -7,7 +7,7 @@ Reference: ``models/matrix.py``, ``kernels/pytorch.py`` and ``kernels/reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import addressof, byref, c_int32, c_int64
+from ctypes import addressof, byref, c_int64
 from typing import Literal
 
 import torch
@@ -35,96 +35,55 @@ from snapstream.kernels.rows import (
     ExpertParts,
     HeadNorm,
     LayerActivation,
-    PackedLens,
     Pairs,
     SumNorm,
     Xielu,
     activation_numbers,
 )
 
-Ends = list[tuple[int, int]]  # of each prompt: where its queries and its keys end, after those of the prompts before
-
-
-Products = Literal["float32", "int16"]
-
-
-def attend_lanes(
-    library: Library, q: Tensor, k: Tensor, v: Tensor, ends: Ends | None = None, *, products: Products = "float32",
-    window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32, of
-    one prompt, or of several that lie one after the other.
-
-    For products of int16, queries, keys and values are rounded to 11 bits or more, relative to the largest number of
-    their head, shares to 12, relative to the largest of 96 keys. Bitwise equal however the prompt is cut into chunks,
-    and on any number of threads.
-    """
-    ends = [(q.shape[0], k.shape[1])] if ends is None else ends
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = torch.empty(*q.shape[:2], v.shape[2])
-    prompts = (Prompt * len(ends))()
-    query = key = 0  # first ones of a prompt
-    for index, (query_end, key_end) in enumerate(ends):
-        own = q[query:query_end], k[:, key:key_end], v[:, key:key_end], out[query:query_end]
-        prompts[index] = _prompt(*own, window, sinks, cap)
-        query, key = query_end, key_end
-    attend = library.attend_prompts_int16 if products == "int16" else library.attend_prompts_f32
-    attend(prompts, len(ends), torch.get_num_threads())
-    return out
-
-
-def prefill_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int | None = None,
-    sinks: Tensor | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32.
-
-    Queries, keys, values and probabilities are rounded to bf16, sums are fp32. Bitwise equal however the prompt is cut
-    into chunks. Only for processors that multiply bf16.
-    """
-    return attend(load(), q, k, v, (0, q.shape[0]), (0, k.shape[1]), window=window, sinks=sinks, cap=cap)
-
-
-def packed_attention(
-    q: Tensor, k: Tensor, v: Tensor, lens: PackedLens, *, window: int | None = None,
-    sinks: Tensor | None = None, cap: float | None = None,
-) -> Tensor:  # fmt: skip
-    """The same for prompts that lie one after the other, whose queries and keys end where ``lens`` says."""
-    return attend(load(), q, k, v, lens.queries.tolist(), lens.keys.tolist(), window=window, sinks=sinks, cap=cap)
+Products = Literal["float32", "bfloat16", "int16"]
 
 
 def attend(
-    library: Library, q: Tensor, k: Tensor, v: Tensor, query_ends: Sequence[int], key_ends: Sequence[int], *,
-    window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
+    library: Library, q: Tensor, k: Tensor, v: Tensor, ends: Sequence[tuple[int, int]] = (), *,
+    products: Products = "float32", window: int | None = None, sinks: Tensor | None = None, cap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """``prefill_attention`` of prompts; the first begins at the first end."""
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = torch.empty(*q.shape[:2], v.shape[2])
-    ends = [(c_int32 * len(part))(*part) for part in (query_ends, key_ends)]
-    library.attend_prompts(
-        byref(_prompt(q, k, v, out, window, sinks, cap)), *ends, len(query_ends) - 1, torch.get_num_threads()
-    )
-    return out
+    """See ``reference.prefill_attention``: ``q [T, H, E]``, ``k [G, N, E]``, ``v [G, N, U]`` -> ``[T, H, U]``, fp32, of
+    one prompt, or of several that lie one after the other: then ``ends`` says where the queries and keys of each end.
 
-
-def _prompt(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, window: int | None, sinks: Tensor | None, cap: float | None
-) -> Prompt:
+    For products of bf16, of processors that have them, queries, keys, values and shares are rounded to it; sums are
+    fp32. For products of int16, queries, keys and values are rounded to 11 bits or more, relative to the largest number
+    of their head, shares to 12, relative to the largest of 96 keys. Bitwise equal on any number of threads, and however
+    the prompt is cut into chunks.
+    """
     (num_queries, num_heads, size), (num_kv_heads, num_keys, value_size) = q.shape, v.shape
-    return Prompt(
-        q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), out=out.data_ptr(), queries=num_queries, heads=num_heads,
-        kv_heads=num_kv_heads, keys=num_keys, size=size, value_size=value_size, q_token=q.stride(0),
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out, ends = torch.empty(num_queries, num_heads, value_size), ends or ((num_queries, num_keys),)
+    every = Prompt(
+        heads=num_heads, kv_heads=num_kv_heads, size=size, value_size=value_size, q_token=q.stride(0),
         q_head=q.stride(1), k_head=k.stride(0), k_token=k.stride(1), v_head=v.stride(0), v_token=v.stride(1),
-        window=min(window or 0, num_keys), scale=size**-0.5,
-        sinks=address(sinks), cap=cap or 0.0,
+        scale=size**-0.5, sinks=address(sinks), cap=cap or 0.0,
     )  # fmt: skip
-
-
-def normed_linear(library: Library, stack: Stack, given: SumNorm, bias: Tensor | None) -> Tensor:
-    """The norm of ``given``, ``[T, in]``, times a matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
-    out = torch.empty(len(given.residual), stack.rows)
-    _pass(library, given, Passing(matrix=stack, bias=address(bias), out=address(out)))
+    prompts = (Prompt * len(ends))(*[every] * len(ends))
+    query = key = 0  # first ones of a prompt
+    for own, (query_end, key_end) in zip(prompts, ends, strict=True):
+        own.q, own.out = _at(q, 0, query), _at(out, 0, query)
+        own.k, own.v = _at(k, 1, key), _at(v, 1, key)
+        own.queries, own.keys = query_end - query, key_end - key
+        own.window = min(window or 0, own.keys)
+        query, key = query_end, key_end
+    getattr(library, f"attend_{products}")(prompts, len(ends), torch.get_num_threads())
     return out
+
+
+def _at(x: Tensor, dim: int, index: int) -> int:
+    """The address of ``x.select(dim, index)``, without a view."""
+    return x.data_ptr() + index * x.stride(dim) * x.element_size()
+
+
+def linear(library: Library, stack: Stack, given: SumNorm | Tensor, bias: Tensor | None) -> Tensor:
+    """``given [T, in]`` fp32, or its norm, times one matrix transposed, plus ``bias [out]``: ``[T, out]`` fp32."""
+    return _pass(library, given, Passing(matrix=stack, bias=address(bias)), stack.rows)
 
 
 def swiglu(
@@ -136,15 +95,13 @@ def swiglu(
     ``matrices``: gate and up in one, or up alone, each of whole panels, and down.
     """
     gate_up, down = matrices
-    out = torch.empty(len(given if isinstance(given, Tensor) else given.residual), down.rows)
     bias, down_bias = biases
     numbers = activation_numbers(activation)
-    _pass(
-        library, given,
-        Passing(matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), out=address(out),
-                activation=_kind(activation), numbers=address(numbers)),
+    passing = Passing(
+        matrix=gate_up, down=down, bias=address(bias), down_bias=address(down_bias), activation=_kind(activation),
+        numbers=address(numbers),
     )  # fmt: skip
-    return out
+    return _pass(library, given, passing, down.rows)
 
 
 def swiglu_grouped(
@@ -172,17 +129,18 @@ def _kind(activation: LayerActivation) -> int:
     return ACTIVATIONS["silu" if isinstance(activation, SwiGLUClamp) else activation]
 
 
-def _pass(library: Library, given: SumNorm | Tensor, passing: Passing) -> None:
+def _pass(library: Library, given: SumNorm | Tensor, passing: Passing, num_out: int) -> Tensor:
     x: Tensor | None
     if isinstance(given, Tensor):
         tokens, x = len(given), given
     else:
         tokens, x = len(given.residual), given.x
         passing.residual, passing.norm, passing.eps = address(given.residual), address(given.weight), given.eps
-    x = None if x is None else x.contiguous()
-    passing.x, passing.tokens = address(x), tokens
+    x, out = None if x is None else x.contiguous(), torch.empty(tokens, num_out)
+    passing.x, passing.out, passing.tokens = address(x), address(out), tokens
     buffer = library.scratch(tokens * (passing.matrix.cols + ALIGN_COLS - 1 + passing.down.cols))
     library.pass_tokens(byref(passing), address(buffer), torch.get_num_threads())
+    return out
 
 
 def stage_heads(

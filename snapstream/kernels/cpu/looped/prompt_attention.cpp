@@ -20,7 +20,6 @@
 #include <memory>
 #include <vector>
 
-#include "prompt.h"
 #include "simd.h"
 
 namespace looped {
@@ -592,11 +591,12 @@ void attend_all(const Prompt* prompts, int64_t count, int64_t threads) {
 
 }  // namespace
 
-void attend_prompts_f32(const Prompt* prompts, int64_t count, int64_t threads) {
+// `count` prompts, each with a chunk and tensors of its own; their heads are of equal sizes.
+EXPORT void looped_attend_float32(const Prompt* prompts, int64_t count, int64_t threads) {
     attend_all<Floats>(prompts, count, threads);
 }
 
-void attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads) {
+EXPORT void looped_attend_int16(const Prompt* prompts, int64_t count, int64_t threads) {
 #if HAS_DOT_BYTES
     static const bool at_once = DotBytes::is_here();  // both came with VNNI
     if (at_once) return attend_all<PairsAtOnce>(prompts, count, threads);
@@ -604,7 +604,8 @@ void attend_prompts_int16(const Prompt* prompts, int64_t count, int64_t threads)
     attend_all<PairsInTwo>(prompts, count, threads);
 }
 
-bool attends_in_int16() {
+// Whether int16 is faster, with heads of 128; tried once in the life of a process.
+EXPORT bool looped_attends_in_int16() {
     static const bool gains = [] {
         constexpr int64_t SIZE = 128, QUERIES = 2 * MOST_LANES, KEYS = 8 * BLOCK_KEYS;
         const std::vector<float> numbers(2 * KEYS * SIZE, 0.5f);
@@ -617,7 +618,7 @@ bool attends_in_int16() {
         double least[2] = {1.0, 1.0};
         for (int i = 0; i < 20; ++i) {
             const auto began = std::chrono::steady_clock::now();
-            i % 2 ? attend_prompts_int16(&prompt, 1, 1) : attend_prompts_f32(&prompt, 1, 1);
+            i % 2 ? looped_attend_int16(&prompt, 1, 1) : looped_attend_float32(&prompt, 1, 1);
             const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - began;
             least[i % 2] = std::min(least[i % 2], passed.count());
         }

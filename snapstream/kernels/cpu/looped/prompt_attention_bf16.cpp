@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "bf16_tiles.h"
-#include "prompt.h"
 
 namespace looped {
 
@@ -232,28 +231,22 @@ class Task {
 
 }  // namespace
 
-void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t* key_ends, int64_t count,
-                    int64_t threads) {
+// As looped_attend_float32.
+EXPORT void looped_attend_bfloat16(const Prompt* prompts, int64_t count, int64_t threads) {
     struct Part {
         const Prompt& prompt;
         int64_t kv_head, begin, end;
     };
-    std::vector<Prompt> prompts(count, all);
     std::vector<Part> parts;
-    for (int64_t i = 0; i < count; ++i) {
-        Prompt& own = prompts[i];
-        own.q += query_ends[i] * all.q_token, own.queries = query_ends[i + 1] - query_ends[i];
-        own.k += key_ends[i] * all.k_token, own.v += key_ends[i] * all.v_token;
-        own.keys = key_ends[i + 1] - key_ends[i];
-        own.out += query_ends[i] * all.heads * all.value_size;
+    for (const Prompt* p = prompts; p < prompts + count; ++p) {
         // Queries further down see more keys: parts of equal length would not be of equal work, so there are several
         // per thread, the long ones first.
-        const int64_t total = own.queries * (all.heads / all.kv_heads), tasks = count * all.kv_heads;
+        const int64_t total = p->queries * (p->heads / p->kv_heads), tasks = count * p->kv_heads;
         const int64_t wanted = std::max((total + TASK_QUERIES - 1) / TASK_QUERIES, (2 * threads + tasks - 1) / tasks);
-        const int64_t cuts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, own.queries / MOST));
+        const int64_t cuts = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(1, p->queries / MOST));
         for (int64_t part = cuts - 1; part >= 0; --part)
-            for (int64_t head = 0; head < all.kv_heads; ++head)
-                parts.push_back({own, head, own.queries * part / cuts, own.queries * (part + 1) / cuts});
+            for (int64_t head = 0; head < p->kv_heads; ++head)
+                parts.push_back({*p, head, p->queries * part / cuts, p->queries * (part + 1) / cuts});
     }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (size_t i = 0; i < parts.size(); ++i)
@@ -262,7 +255,7 @@ void attend_prompts(const Prompt& all, const int32_t* query_ends, const int32_t*
 
 #else
 
-void attend_prompts(const Prompt&, const int32_t*, const int32_t*, int64_t, int64_t) {}
+EXPORT void looped_attend_bfloat16(const Prompt*, int64_t, int64_t) {}
 
 #endif
 

@@ -1,15 +1,16 @@
 // Norms, products, SwiGLU and experts of many tokens. An input is rounded and packed once, by what makes it: a norm,
 // SwiGLU, or a copy.
 //
+// OpenMP's threads do it, here and in the other files of prompts, since these calls stand between regions of PyTorch: a
+// second pool would compete for the cores.
+//
 // Tokens go in ranges whose packed input stays in a near cache while one panel after the other is multiplied with it.
 // Invariant: results are batch-invariant. A token's experts are summed in the order of its own choice.
 #include <cmath>
 #include <cstdlib>
 #include <vector>
 
-#include "engine.h"
 #include "products.h"
-#include "prompt.h"
 
 namespace looped {
 
@@ -128,17 +129,22 @@ void write(const Passing& p, const Stack& matrix, const float* bias, const float
     }
 }
 
+Product product_of(const Stack& matrix) {
+    if (takes_shorts(matrix)) return short_product(matrix.format);
+    return takes_bf16(matrix) ? bf16_product(matrix.format) : products_with(matrix).of_one;
+}
+
 }  // namespace
 
-// On OpenMP's threads, since these calls stand between regions of PyTorch: a second pool would compete for the cores.
-void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
+// buffer: tokens x (in + 3), and for down tokens x inner more.
+EXPORT void looped_pass_tokens(const Passing& p, float* buffer, int64_t threads) {
     if (!p.tokens) return;
     const Stack &matrix = p.matrix, &down = p.down;
     const bool gated = down.rows > 0;
     const int64_t cols = matrix.cols, inner = down.cols, panels = gated ? inner / PANEL : panels_of(matrix);
     const Input first(matrix, p.tokens, buffer);
     const Input second(gated ? down : matrix, p.tokens, buffer + p.tokens * padded(cols));
-    const Product multiply = prefill_product(matrix), multiply_down = gated ? prefill_product(down) : nullptr;
+    const Product multiply = product_of(matrix), multiply_down = gated ? product_of(down) : nullptr;
     // A task's panels: codes of a group of the next input share a scale.
     const int64_t together = gated && takes_codes(down) ? std::max<int64_t>(down.group / PANEL, 1) : 1;
     const int64_t tasks = panels / together;
@@ -187,14 +193,7 @@ void pass_tokens(const Passing& p, float* buffer, int64_t threads) {
     }
 }
 
-void linear(const Stack& matrix, const float* x, int64_t tokens, const float* bias, float* out, float* buffer,
-            int64_t threads) {
-    Passing p{};
-    p.x = x, p.matrix = matrix, p.bias = bias, p.out = out, p.tokens = tokens;
-    pass_tokens(p, buffer, threads);
-}
-
-void stage_heads(const Heads& h, int64_t threads) {
+EXPORT void looped_stage_heads(const Heads& h, int64_t threads) {
     const int64_t E = h.size, half = E / 2, rotated = h.num_heads + h.kv_heads, all = rotated + h.kv_heads;
     std::vector<std::pair<int64_t, int64_t>> places;  // of each token: among the T, in staging
     for (const int64_t* run = h.runs; run < h.runs + 3 * h.num_runs; run += 3)
@@ -250,7 +249,8 @@ std::vector<Task> tasks_of(const std::vector<Expert>& experts, const Input Exper
 
 }  // namespace
 
-void pass_experts(const Routed& r, float* buffer, int64_t threads) {
+// buffer: T k x (D + M + 6) numbers.
+EXPORT void looped_pass_experts(const Routed& r, float* buffer, int64_t threads) {
     const Stack &matrix = r.gate_up, &down = r.down;
     const int64_t cols = matrix.cols, inner = down.cols, pairs = r.tokens * r.top_k, panels = inner / PANEL;
     float* packed = buffer;
@@ -274,7 +274,7 @@ void pass_experts(const Routed& r, float* buffer, int64_t threads) {
     for (int64_t pair = 0; pair < held; ++pair) shares[pair] = r.weights[r.order[pair]];
     const std::vector<Task> up_tasks = tasks_of(experts, &Expert::first, panels);
     const std::vector<Task> down_tasks = tasks_of(experts, &Expert::second, panels_of(down));
-    const Product multiply = prefill_product(matrix), multiply_down = prefill_product(down);
+    const Product multiply = product_of(matrix), multiply_down = product_of(down);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> sums(2 * most * PANEL);

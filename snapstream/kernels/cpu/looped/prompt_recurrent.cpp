@@ -10,7 +10,6 @@
 // what chunks of 64 take, and nothing is stored between.
 #include <vector>
 
-#include "prompt.h"
 #include "simd.h"
 
 namespace looped {
@@ -113,7 +112,7 @@ void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t f
 
 }  // namespace
 
-void convolve(const Convolving& own, int64_t threads) {
+EXPORT void looped_convolve(const Convolving& own, int64_t threads) {
     const int64_t parts = (own.channels + CHANNELS - 1) / CHANNELS, tasks = own.sequences * parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (tasks > 1 && threads > 1)
     for (int64_t task = 0; task < tasks; ++task) {
@@ -125,7 +124,7 @@ void convolve(const Convolving& own, int64_t threads) {
     }
 }
 
-void apply_delta_rule(const DeltaRule& own, int64_t threads) {
+EXPORT void looped_delta_rule(const DeltaRule& own, int64_t threads) {
     constexpr int64_t WIDTH = COLUMNS * W;
     const int64_t whole = own.value_dim / WIDTH, left = own.value_dim - whole * WIDTH;
     const int64_t parts = whole + (left + W - 1) / W, tasks = own.sequences * own.value_heads * parts;

@@ -19,6 +19,8 @@
 #include <cstring>
 #include <limits>
 
+#include "threads.h"
+
 namespace looped {
 
 namespace {
@@ -279,13 +281,15 @@ class Drawer {
 
 }  // namespace
 
-int64_t sampling_bytes(int64_t vocab) { return Place(nullptr, vocab).bytes(); }
+// Of the workspace of a place; each thread that draws needs one.
+EXPORT int64_t looped_sampling_bytes(int64_t vocab) { return Place(nullptr, vocab).bytes(); }
 
-void draw(const Sampling& sampling, const Draw& call, ThreadPool& pool, char* workspace, int64_t places) {
+// On as many threads as there are places in `workspace`. A row's token depends on neither.
+EXPORT void looped_draw(ThreadPool& pool, const Sampling& sampling, const Draw& call, char* workspace, int64_t places) {
     std::atomic<int64_t> next{0};
     const auto work = [&](int thread) {
         if (thread >= places) return;
-        Drawer drawer(sampling, call, workspace + thread * sampling_bytes(sampling.vocab));
+        Drawer drawer(sampling, call, workspace + thread * looped_sampling_bytes(sampling.vocab));
         for (int64_t b = next++; b < call.batch; b = next++) drawer.draw(b);
     };
     // not worth waking the others

@@ -6,14 +6,8 @@
 
 #include "abi.h"
 #include "simd.h"
-#include "threads.h"
 
 namespace looped {
-
-int64_t sampling_bytes(int64_t vocab);  // of the workspace of a place; each thread that draws needs one
-
-// On as many threads as there are places in `workspace`. A row's token depends on neither.
-void draw(const Sampling& sampling, const Draw& call, ThreadPool& pool, char* workspace, int64_t places);
 
 // -- logits processors: logit bias, stop ids held back by min_tokens, penalties and a grammar, in that order
 

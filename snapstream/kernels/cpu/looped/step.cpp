@@ -468,13 +468,7 @@ void run(Work& w) {
 
 }  // namespace
 
-// -- other threads, other ranks
-
-// -- products
-
-// -- what stands between products
-
-bool step(Engine& engine, const Step& step) {
+EXPORT bool looped_step(Engine& engine, const Step& step) {  // false: another rank has gone
     engine.tasks.clear();
     engine.pool.run([&](int index) {
         Work work(engine, step, index);
@@ -483,7 +477,8 @@ bool step(Engine& engine, const Step& step) {
     return !engine.ranks.has_failed;
 }
 
-void accept(Engine& engine, const Step& step, const int64_t* counts) {
+// After a step with drafts: the states of its rows go on by the entries that they accepted, counts [rows].
+EXPORT void looped_accept(Engine& engine, const Step& step, const int64_t* counts) {
     engine.tasks.clear();
     engine.pool.run([&](int index) {
         Work work(engine, step, index);
@@ -491,12 +486,8 @@ void accept(Engine& engine, const Step& step, const int64_t* counts) {
     });
 }
 
-Product prefill_product(const Stack& matrix) {
-    if (takes_shorts(matrix)) return short_product(matrix.format);
-    return takes_bf16(matrix) ? bf16_product(matrix.format) : products_with(matrix).of_one;
-}
-
-void copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out, int64_t threads) {
+EXPORT void looped_copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out,
+                             int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t i = 0; i < count; ++i) copy_row(matrix, rows[i], out + i * matrix.cols);
 }
@@ -521,8 +512,11 @@ INLINE void interleave(const char* from, int64_t stride, int64_t count, int64_t 
         }
 }
 
-void fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows, const char* codes,
-                const char* scales, int64_t scale_bytes, int64_t halves, bool is_four_bits, int64_t threads) {
+// Stores rows from `first` on in panels of quantized blocks: a row's codes, blocks x code bytes, and scales, blocks x
+// scale_bytes, of which the first `halves` bytes are numbers of two.
+EXPORT void looped_fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows,
+                              const char* codes, const char* scales, int64_t scale_bytes, int64_t halves,
+                              int64_t is_four_bits, int64_t threads) {
     const int64_t code_bytes = block_bytes / PANEL - scale_bytes;
     const auto same = [](auto own) { return own; };
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
