@@ -3,11 +3,27 @@
 // Invariant: a product is summed lane by lane from the first number to the last, then over lanes, whatever T is, so
 // it is bitwise equal for any batch.
 #pragma once
-#include <algorithm>
-
 #include "simd.h"
 
 namespace looped {
+
+inline float dot(const float* x, const float* y, int64_t count) {
+    vec sum = {};
+    int64_t i = 0;
+    for (; i + W <= count; i += W) sum += load(x + i) * load(y + i);
+    return sum_of(sum + load_some(x + i, count - i) * load_some(y + i, count - i));
+}
+
+inline float mean_of(const float* x, int64_t count) {
+    vec sum = {};
+    int64_t i = 0;
+    for (; i + W <= count; i += W) sum += load(x + i);
+    return sum_of(sum + load_some(x + i, count - i)) / static_cast<float>(count);
+}
+
+inline float norm_factor(const float* x, int64_t count, float eps) {
+    return 1.0f / std::sqrt(dot(x, x, count) / static_cast<float>(count) + eps);
+}
 
 constexpr int MOST_DOTS = W == 8 ? 2 : 4;  // queries for which there are registers
 constexpr int KEYS_AT_ONCE = 4;            // a divisor of W

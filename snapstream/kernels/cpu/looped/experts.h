@@ -145,8 +145,7 @@ inline int64_t panels_left(const Stack& stack, int64_t first) { return std::min<
 // `count` panels from `first` on of one matrix, one or two at once; emit(i of count, sums [tokens][32]).
 template <class Emit>
 void multiply_panels(Work& w, const Stack& stack, int64_t matrix, int64_t first, int64_t count, const float* x,
-                     const Groups& groups,
-              Emit emit) {
+                     const Groups& groups, Emit emit) {
     const char* data = panels_at(stack, matrix, first);
     const Products products = products_with(stack);
     if (count == 2 && groups.tokens <= PAIR_TOKENS) {
@@ -214,12 +213,7 @@ inline bool goes_by_panel(Work& w, int64_t layer) { return activates_experts_at_
 // The sigmoid by which the output of the shared experts is multiplied, of a normed token.
 inline float shared_share(Work& w, int64_t layer, const float* x) {
     const float* gate = w.moe.shared_gate + mixture_place(w, layer) * w.model.hidden;
-    vec sum = {};
-    for (int64_t i = 0; i < w.model.hidden; i += W) {
-        const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
-        sum += load_some(x + i, some) * load_some(gate + i, some);
-    }
-    return 1.0f / (1.0f + std::exp(-sum_of(sum)));
+    return 1.0f / (1.0f + std::exp(-dot(x, gate, w.model.hidden)));
 }
 
 inline void norm_tokens(Work& w, int64_t layer) {
@@ -302,7 +296,7 @@ inline void choose_experts(Work& w, int64_t layer) {
 inline void activate_piece(const Gated& gated, const float* gate, const float* bias, const Stack& down, int64_t first,
                            float share, float* base, const Place& place) {
     const int64_t inner = down.cols, last = std::min<int64_t>(first + PIECE, inner);
-    const float* up = gated.kind == RELU2 ? gate : gate + inner;
+    const float* up = has_gate(gated.kind) ? gate + inner : gate;
     float made[PIECE + W];
     for (int64_t i = first; i < last; i += W) {
         const int64_t count = std::min<int64_t>(W, last - i);

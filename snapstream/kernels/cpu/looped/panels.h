@@ -344,33 +344,36 @@ INLINE void for_units(const Stack& stack, const char* from, int64_t cols, int v,
     }
 }
 
-// A row of a matrix as fp32: of an embedding table.
-template <class Form>
-void copy_row(const Stack& table, int64_t row, float* out) {
-    const char* panel = table.data + row / PANEL * table.panel_bytes;
-    const int lane = row % PANEL;
-    for_units<Form>(table, panel, padded(table.cols), lane / W, [&](vec numbers, int64_t col) {
-        if (col < table.cols) out[col] = numbers[lane % W];
-    });
+// use<its form>() for a matrix of `format`, FP8 blocks excepted; a new format is a form and a line here.
+template <class Use>
+INLINE auto with_form(int64_t format, Use use) {
+    switch (format) {
+        case BF16: return use.template operator()<PairsBF16>();
+        case F16: return use.template operator()<HalfF16>();
+        case I8: return use.template operator()<Codes<8>>();
+        case I4: return use.template operator()<Codes<4>>();
+        case MXFP4: return use.template operator()<Mxfp4>();
+        case U4: return use.template operator()<Unsigned4>();
+        case Q2K: return use.template operator()<BlocksQ2>();
+        case Q3K: return use.template operator()<BlocksQ3>();
+        case Q4K: return use.template operator()<BlocksQ4>();
+        case Q5K: return use.template operator()<BlocksQ5>();
+        case Q6K: return use.template operator()<BlocksQ6>();
+        case IQ2XS: case IQ2S: return use.template operator()<Places16>();
+        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return use.template operator()<Places32>();
+        default: return use.template operator()<PlainF32>();
+    }
 }
 
+// A row of a matrix as fp32: of an embedding table.
 inline void copy_row(const Stack& table, int64_t row, float* out) {
-    switch (table.format) {
-        case BF16: return copy_row<PairsBF16>(table, row, out);
-        case F16: return copy_row<HalfF16>(table, row, out);
-        case I8: return copy_row<Codes<8>>(table, row, out);
-        case I4: return copy_row<Codes<4>>(table, row, out);
-        case MXFP4: return copy_row<Mxfp4>(table, row, out);
-        case U4: return copy_row<Unsigned4>(table, row, out);
-        case Q2K: return copy_row<BlocksQ2>(table, row, out);
-        case Q3K: return copy_row<BlocksQ3>(table, row, out);
-        case Q4K: return copy_row<BlocksQ4>(table, row, out);
-        case Q5K: return copy_row<BlocksQ5>(table, row, out);
-        case Q6K: return copy_row<BlocksQ6>(table, row, out);
-        case IQ2XS: case IQ2S: return copy_row<Places16>(table, row, out);
-        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return copy_row<Places32>(table, row, out);
-        default: return copy_row<PlainF32>(table, row, out);
-    }
+    const char* panel = table.data + row / PANEL * table.panel_bytes;
+    const int lane = row % PANEL;
+    with_form(table.format, [&]<class Form>() {
+        for_units<Form>(table, panel, padded(table.cols), lane / W, [&](vec numbers, int64_t col) {
+            if (col < table.cols) out[col] = numbers[lane % W];
+        });
+    });
 }
 
 // -- products
@@ -613,22 +616,7 @@ struct Products {
 };
 
 inline Products products_of(int64_t format) {
-    switch (format) {
-        case BF16: return {panel_product<PairsBF16>, pair_product<PairsBF16>};
-        case F16: return {panel_product<HalfF16>, pair_product<HalfF16>};
-        case I8: return {panel_product<Codes<8>>, pair_product<Codes<8>>};
-        case I4: return {panel_product<Codes<4>>, pair_product<Codes<4>>};
-        case MXFP4: return {panel_product<Mxfp4>, pair_product<Mxfp4>};
-        case U4: return {panel_product<Unsigned4>, pair_product<Unsigned4>};
-        case Q2K: return {panel_product<BlocksQ2>, pair_product<BlocksQ2>};
-        case Q3K: return {panel_product<BlocksQ3>, pair_product<BlocksQ3>};
-        case Q4K: return {panel_product<BlocksQ4>, pair_product<BlocksQ4>};
-        case Q5K: return {panel_product<BlocksQ5>, pair_product<BlocksQ5>};
-        case Q6K: return {panel_product<BlocksQ6>, pair_product<BlocksQ6>};
-        case IQ2XS: case IQ2S: return {panel_product<Places16>, pair_product<Places16>};
-        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return {panel_product<Places32>, pair_product<Places32>};
-        default: return {panel_product<PlainF32>, pair_product<PlainF32>};
-    }
+    return with_form(format, []<class Form>() -> Products { return {panel_product<Form>, pair_product<Form>}; });
 }
 
 }  // namespace looped

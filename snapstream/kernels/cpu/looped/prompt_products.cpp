@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "dots.h"
 #include "products.h"
 
 namespace looped {
@@ -105,12 +106,9 @@ INLINE void rotate(const float* x, const float* cos, const float* sin, int64_t o
 
 // x *= what makes a vector of length sqrt(count), times the weight.
 void norm_of(const float* x, const float* weight, int64_t count, float eps, float* out) {
-    vec sum = {};
+    const float factor = norm_factor(x, count, eps);
     int64_t i = 0;
-    for (; i + W <= count; i += W) sum += load(x + i) * load(x + i);
-    const vec rest = load_some(x + i, count - i);
-    const float factor = 1.0f / std::sqrt(sum_of(sum + rest * rest) / static_cast<float>(count) + eps);
-    for (i = 0; i + W <= count; i += W) store(out + i, load(x + i) * factor * load(weight + i));
+    for (; i + W <= count; i += W) store(out + i, load(x + i) * factor * load(weight + i));
     for (; i < count; ++i) out[i] = x[i] * factor * weight[i];
 }
 

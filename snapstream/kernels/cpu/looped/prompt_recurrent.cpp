@@ -19,14 +19,6 @@ namespace {
 constexpr int64_t CHANNELS = 256;  // of a task of a convolution
 constexpr int COLUMNS = 2;         // vectors of columns of a task of the delta rule
 
-INLINE vec load_left(const float* from, int64_t left) { return left >= W ? load(from) : load_some(from, left); }
-INLINE void store_left(float* to, vec x, int64_t left) {
-    if (left >= W) return store(to, x);
-    float lanes[W];
-    store(lanes, x);
-    std::copy(lanes, lanes + left, to);
-}
-
 // K: the taps, where they are known when this is compiled; else 0.
 template <int K>
 void convolve(const Convolving& own, int64_t sequence, int64_t begin, int64_t end) {
@@ -39,10 +31,10 @@ void convolve(const Convolving& own, int64_t sequence, int64_t begin, int64_t en
     for (int64_t token = 0; token < own.tokens; ++token) {
         for (int64_t i = 0; i <= last; ++i) inputs[i] = input(token - last + i);
         const auto run = [&](int64_t at, int64_t left) __attribute__((always_inline)) {
-            vec sum = own.bias ? load_left(own.bias + at, left) : vec{};
+            vec sum = own.bias ? load_some(own.bias + at, left) : vec{};
             UNROLL for (int64_t i = 0; i < (K ? K : own.kernel); ++i)
-                sum += load_left(own.taps + i * size + at, left) * load_left(inputs[i] + at, left);
-            store_left(out + token * size + at, own.is_silu ? silu(sum, all(1.0f)) : sum, left);
+                sum += load_some(own.taps + i * size + at, left) * load_some(inputs[i] + at, left);
+            store_some(out + token * size + at, own.is_silu ? silu(sum, all(1.0f)) : sum, left);
         };
         int64_t at = begin;
         for (; at + W <= end; at += W) run(at, W);
@@ -60,8 +52,8 @@ template <int N, bool IS_DELTA, bool BY_CHANNEL = false>
 void run_columns(const DeltaRule& own, int64_t sequence, int64_t head, int64_t first, float* block) {
     const int64_t keys = own.key_dim, values = own.value_dim, heads = own.value_heads;
     const int64_t left = values - first, key_head = head / (heads / own.key_heads);
-    const auto get = [&](const float* from) { return N > 1 ? load(from) : load_left(from, left); };
-    const auto put = [&](float* to, vec x) { N > 1 ? store(to, x) : store_left(to, x, left); };
+    const auto get = [&](const float* from) { return N > 1 ? load(from) : load_some(from, left); };
+    const auto put = [&](float* to, vec x) { N > 1 ? store(to, x) : store_some(to, x, left); };
     const auto key_of = [&](const float* of, int64_t token) {
         return of + ((sequence * own.tokens + token) * own.key_heads + key_head) * keys;
     };

@@ -2,7 +2,6 @@
 // (reference: ../../../models/recurrent.py). A task reads and writes the state of its own row and channels or heads, so
 // results do not depend on other rows.
 #pragma once
-#include "dots.h"
 #include "step.h"
 
 namespace looped {
@@ -13,13 +12,6 @@ inline int64_t place_of(const Work& w, int64_t layer) { return w.model.mixer_pla
 template <class State>  // of a row in a layer
 float* state_of(const Work& w, const State* states, int64_t layer, int64_t b, int64_t size) {
     return reinterpret_cast<float*>(states[layer]) + w.step.rows[b] * size;
-}
-
-inline void store_some(float* to, vec x, int64_t some) {
-    if (some == W) return store(to, x);
-    float lanes[W];
-    store(lanes, x);
-    std::copy(lanes, lanes + some, to);
 }
 
 // One token of a causal depthwise convolution, `some` channels of input x; taps: of these channels. Their state, the
@@ -123,14 +115,6 @@ inline void short_conv(Work& w, int64_t layer) {
             store(out + i, sum * load_some(out_gate + at, some));
         }
     });
-}
-
-// column(at, some) for every vector of columns of a state.
-template <class Column>
-INLINE void for_columns(int64_t values, Column column) {
-    int64_t at = 0;
-    for (; at + W <= values; at += W) column(at, W);
-    if (at < values) column(at, values - at);
 }
 
 constexpr int ROWS = 2;  // of a state at once, all of them in the order of memory, so that a cold state is prefetched

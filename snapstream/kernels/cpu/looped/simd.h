@@ -65,6 +65,21 @@ INLINE vec load_some(const float* from, int64_t n) {
     return out;
 }
 
+INLINE void store_some(float* to, vec v, int64_t n) {  // the first n
+    if (n >= W) return store(to, v);
+    float lanes[W];
+    store(lanes, v);
+    std::copy(lanes, lanes + n, to);
+}
+
+// use(first, how many) for every vector of `count` numbers.
+template <class Use>
+INLINE void for_columns(int64_t count, Use use) {
+    int64_t at = 0;
+    for (; at + W <= count; at += W) use(at, W);
+    if (at < count) use(at, count - at);
+}
+
 // 16-bit numbers, W of them that lie one after the other.
 INLINE vec load_half(const uint16_t* from) {
 #if ISA == 512

@@ -1,6 +1,7 @@
 // What all stages of a decode step share: one thread's work on a step, products with matrices in panels, and what packs
 // their inputs.
 #pragma once
+#include "dots.h"
 #include "engine.h"
 #include "products.h"
 
@@ -58,24 +59,6 @@ inline float query_scale(const Work& w, int64_t layer, int64_t b) {
     return 1.0f + w.model.query_beta * std::log1p(static_cast<float>((position_of(w, b) + ahead) / from));
 }
 
-inline float dot(const float* x, const float* y, int64_t count) {
-    vec sum = {};
-    int64_t i = 0;
-    for (; i + W <= count; i += W) sum += load(x + i) * load(y + i);
-    return sum_of(sum + load_some(x + i, count - i) * load_some(y + i, count - i));
-}
-
-inline float mean_of(const float* x, int64_t count) {
-    vec sum = {};
-    int64_t i = 0;
-    for (; i + W <= count; i += W) sum += load(x + i);
-    return sum_of(sum + load_some(x + i, count - i)) / static_cast<float>(count);
-}
-
-inline float norm_factor(const float* x, int64_t count, float eps) {
-    return 1.0f / std::sqrt(dot(x, x, count) / static_cast<float>(count) + eps);
-}
-
 // Adds the norm of own [D], times `share`, to x.
 inline void add_norm(const Work& w, const float* own, const float* norm, float* x, float share = 1.0f) {
     const float factor = share * norm_factor(own, w.model.hidden, w.model.out_eps);
@@ -92,11 +75,7 @@ inline void sum_parts(Work& w, Turn turn, int64_t b, const float* from, float* o
             sum += load_some(ranks.part(turn, rank) + first + begin, count);
         return from ? load_some(from + begin, count) + sum : sum;
     };
-    int64_t i = 0;
-    for (; i + W <= size; i += W) store(out + i, add(i, W));
-    float rest[W];
-    store(rest, add(i, size - i));
-    std::copy(rest, rest + size - i, out + i);
+    for_columns(size, [&](int64_t at, int64_t some) { store_some(out + at, add(at, some), some); });
 }
 
 // Adds the ranks' partial sums of token b to the residual stream, before it is read. With the weight of an output norm

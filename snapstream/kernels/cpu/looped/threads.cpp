@@ -45,7 +45,7 @@ bool spin(IsDone is_done) {
 
 }  // namespace
 
-class Gate {
+class Gate {  // threads wait here until a number has changed
   public:
     // Until the number is not `old` any more.
     void wait(uint32_t old) {

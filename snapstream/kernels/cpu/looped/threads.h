@@ -25,8 +25,6 @@
 
 namespace looped {
 
-class Gate;  // threads wait here until a number has changed
-
 class ThreadPool {
   public:
     explicit ThreadPool(int threads);
