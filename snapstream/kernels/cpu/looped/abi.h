@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 
-// Of a function that Python calls by its name (library.py): structs come by their address, and no exception leaves it.
+// Of a function that Python calls by its name (library.py); structs come by their address.
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace looped {

@@ -363,33 +363,41 @@ Stack panel_of_codes() {
     return stack;
 }
 
-struct Way {  // to sum
-    Products int8, int4, uint4, mxfp4, q2, q3, q4, q5, q6, places16, places32;
-    Product of_bf16, of_f16, of_fp8;  // in int16
-    int words8, words4;  // of four codes of a token
-};
 template <class Form, class Dot, class Used = Form>
 Products products() {
     return {code_panel<Form, Dot, Used>, code_pair<Form, Dot>};
 }
+
+template <class Dot8, class Dot4>
+Products products_of_codes(int64_t format) {
+    switch (format) {
+        case I8: return products<Codes<8>, Dot8>();
+        case I4: return products<Codes<4>, Dot4>();
+        case MXFP4: return products<Mxfp4, Dot8>();
+        case Q2K: return products<BlocksQ2, Dot4, Bytes<BlocksQ2>>();
+        case Q3K: return products<BlocksQ3, Dot4, Bytes<BlocksQ3>>();
+        case Q4K: return products<BlocksQ4, Dot4, Bytes<BlocksQ4>>();
+        case Q5K: return products<BlocksQ5, Dot8, Bytes<BlocksQ5>>();
+        case Q6K: return products<BlocksQ6, Dot8, Bytes<BlocksQ6>>();
+        case IQ2XS: case IQ2S: return products<Places16, Dot8, Bytes<Places16>>();
+        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return products<Places32, Dot8, Bytes<Places32>>();
+        default: return products<Unsigned4, Dot4>();
+    }
+}
+
+template <class Dot>
+Product product_of_shorts(int64_t format) {
+    return format == BF16 ? short_panel<PairsBF16, Dot> : format == F16 ? short_panel<HalfF16, Dot> : short_panel<void, Dot>;
+}
+
+struct Way {  // to sum: products by the format of the matrix, and words of four codes of a token
+    Products (*of_codes)(int64_t);
+    Product (*of_shorts)(int64_t);
+    int words8, words4;
+};
 template <class Dot8, class Dot4, class Dot16>
 Way way() {
-    return {products<Codes<8>, Dot8>(),
-            products<Codes<4>, Dot4>(),
-            products<Unsigned4, Dot4>(),
-            products<Mxfp4, Dot8>(),
-            products<BlocksQ2, Dot4, Bytes<BlocksQ2>>(),
-            products<BlocksQ3, Dot4, Bytes<BlocksQ3>>(),
-            products<BlocksQ4, Dot4, Bytes<BlocksQ4>>(),
-            products<BlocksQ5, Dot8, Bytes<BlocksQ5>>(),
-            products<BlocksQ6, Dot8, Bytes<BlocksQ6>>(),
-            products<Places16, Dot8, Bytes<Places16>>(),
-            products<Places32, Dot8, Bytes<Places32>>(),
-            short_panel<PairsBF16, Dot16>,
-            short_panel<HalfF16, Dot16>,
-            short_panel<void, Dot16>,
-            Dot8::PASSES,
-            Dot4::PASSES};
+    return {products_of_codes<Dot8, Dot4>, product_of_shorts<Dot16>, Dot8::PASSES, Dot4::PASSES};
 }
 
 // Those that this processor can go.
@@ -407,7 +415,8 @@ std::vector<Way> ways() {
 
 double seconds_of(const Way& way) {
     const Stack stack = panel_of_codes();
-    return looped::seconds_of(way.int8.of_one, stack, 1) + looped::seconds_of(way.int8.of_one, stack, 8);
+    const Product own = way.of_codes(stack.format).of_one;
+    return looped::seconds_of(own, stack, 1) + looped::seconds_of(own, stack, 8);
 }
 
 struct Choice {
@@ -439,32 +448,14 @@ double seconds_of(Product product, const Stack& stack, int64_t tokens, int64_t m
     return least;
 }
 
-Products code_products(int64_t format) {
-    const Way& own = choice().way();
-    switch (format) {
-        case I8: return own.int8;
-        case I4: return own.int4;
-        case MXFP4: return own.mxfp4;
-        case Q2K: return own.q2;
-        case Q3K: return own.q3;
-        case Q4K: return own.q4;
-        case Q5K: return own.q5;
-        case Q6K: return own.q6;
-        case IQ2XS: case IQ2S: return own.places16;
-        case IQ2XXS: case IQ3XXS: case IQ3S: case IQ4XS: return own.places32;
-        default: return own.uint4;
-    }
-}
+Products code_products(int64_t format) { return choice().way().of_codes(format); }
 
 int64_t words_of_four(int64_t format) {
     const bool has_nibbles = format == I4 || format == U4 || format == Q2K || format == Q3K || format == Q4K;
     return has_nibbles ? choice().way().words4 : choice().way().words8;
 }
 
-Product short_product(int64_t format) {
-    const Way& own = choice().way();
-    return format == BF16 ? own.of_bf16 : format == F16 ? own.of_f16 : own.of_fp8;
-}
+Product short_product(int64_t format) { return choice().way().of_shorts(format); }
 
 // Whether it is faster than fp32 in prefill of bf16: tried once in the life of a process.
 EXPORT bool looped_gains_by_int16() {
