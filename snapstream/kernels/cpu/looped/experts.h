@@ -511,4 +511,9 @@ inline void mixture_stage(Work& w, int64_t layer, int64_t stage) {
     }
 }
 
+// Scratch of a thread, in floats.
+inline int64_t mixture_scratch(const Model& model) {  // choice, scores of groups, two marks each; some scores
+    return model.mixture.experts ? std::max<int64_t>(3 * model.mixture.experts, MOST_DOTS * W) : 0;
+}
+
 }  // namespace looped

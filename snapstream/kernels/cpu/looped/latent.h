@@ -93,6 +93,31 @@ inline void absorb(Work& w, int64_t layer) {
     });
 }
 
+// Scores [stride] of n slots become their weights; peak and total go on; mixed [E] is scaled to the new peak.
+inline void weigh(float* scores, int64_t n, int64_t head_dim, float& peak, float& total, float* mixed) {
+    const int64_t filled = (n + W - 1) / W * W;
+    for (int64_t j = n; j < filled; ++j) scores[j] = -std::numeric_limits<float>::infinity();
+    vec most = load(scores);
+    for (int64_t j = W; j < filled; j += W) {
+        const vec own = load(scores + j);
+        most = own > most ? own : most;
+    }
+    const float highest = max_of(most);
+    if (highest > peak) {
+        const float share = exponential(all(peak - highest))[0];
+        total *= share;
+        for (int64_t e = 0; e < head_dim; ++e) mixed[e] *= share;
+        peak = highest;
+    }
+    vec sum = {};
+    for (int64_t j = 0; j < filled; j += W) {
+        const vec own = exponential(load(scores + j) - peak);
+        store(scores + j, own);
+        sum += own;
+    }
+    total += sum_of(sum);
+}
+
 inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, int64_t count, int64_t part) {
     const RowTable& rows = w.rows;
     const RowForm form{rows.key_format};
@@ -198,9 +223,6 @@ inline int64_t latent_scratch(const Model& model) {
     const Latent& l = model.latent;
     const int64_t attend = LATENTS_AT_ONCE * (l.rank + l.rope_dim + MOST_DOTS);
     return l.rank ? std::max({attend, MOST_DOTS * l.nope_dim, int64_t{MOST_DOTS * W}}) : 0;
-}
-inline int64_t mixture_scratch(const Model& model) {  // choice, scores of groups, two marks each; some scores
-    return model.mixture.experts ? std::max<int64_t>(3 * model.mixture.experts, MOST_DOTS * W) : 0;
 }
 
 }  // namespace looped

@@ -554,32 +554,6 @@ inline AttendPart attend_part_of(const StoredHead& stored) {
 
 inline int64_t attend_scratch(int64_t group) { return group * (SCORE_LINE + 16); }
 
-// For rows of latents, which are read in blocks (latent.h).
-// Scores [stride] of n slots become their weights; peak and total go on; mixed [E] is scaled to the new peak.
-inline void weigh(float* scores, int64_t n, int64_t head_dim, float& peak, float& total, float* mixed) {
-    const int64_t filled = (n + W - 1) / W * W;
-    for (int64_t j = n; j < filled; ++j) scores[j] = -std::numeric_limits<float>::infinity();
-    vec most = load(scores);
-    for (int64_t j = W; j < filled; j += W) {
-        const vec own = load(scores + j);
-        most = own > most ? own : most;
-    }
-    const float highest = max_of(most);
-    if (highest > peak) {
-        const float share = exponential(all(peak - highest))[0];
-        total *= share;
-        for (int64_t e = 0; e < head_dim; ++e) mixed[e] *= share;
-        peak = highest;
-    }
-    vec sum = {};
-    for (int64_t j = 0; j < filled; j += W) {
-        const vec own = exponential(load(scores + j) - peak);
-        store(scores + j, own);
-        sum += own;
-    }
-    total += sum_of(sum);
-}
-
 // Parts in their order, `count` of them that lie one after the other from `parts` on; out [group, E]. sinks [group]:
 // logits that count in the denominators alone, or null.
 inline void merge_parts(const Part& parts, int64_t count, int64_t group, int64_t head_dim, float scale,
