@@ -1,13 +1,15 @@
-"""A layer of rows out of tensors of one layer, and the precision of rows, for tests of kernels."""
+"""For tests of kernels: a layer of rows out of tensors of one layer, the precision of rows, what a processor can."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from snapstream.config import ROW_FORMATS
+from snapstream.kernels.cpu.looped.build import instruction_sets
 from snapstream.kernels.rows import LayerRows
 
 
@@ -22,3 +24,8 @@ def step_of(kv_dtype: str, numbers: Tensor) -> Tensor:
     has_codes = form is not None and (form.scales == "slot" or form.group > 1)
     levels = 2 ** (int(form.bits) - 1) - 1 if form is not None and has_codes else torch.inf
     return numbers.abs().amax(-1, keepdim=True) / levels
+
+
+def multiplies_bf16() -> bool:
+    """Whether the library of this process does, which is not loaded for it."""
+    return instruction_sets()[0] == "avx512" and "avx512_bf16" in Path("/proc/cpuinfo").read_text()

@@ -47,14 +47,12 @@ from snapstream.kernels.interface import bind
 from snapstream.kernels.reference import dequantize_blocks
 from snapstream.models.matrix import decode, encode
 from snapstream.models.panels import make_panels
+from tests.kernels.layers import multiplies_bf16
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-needs_bf16 = pytest.mark.skipif(
-    not Path("/proc/cpuinfo").exists() or "avx512_bf16" not in Path("/proc/cpuinfo").read_text(),
-    reason="this processor does not multiply bf16",
-)
+needs_bf16 = pytest.mark.skipif(not multiplies_bf16(), reason="these instructions do not multiply bf16")
 needs_cores = pytest.mark.skipif(num_cores() < 2, reason="one core")
 
 

@@ -30,13 +30,11 @@ from snapstream.llm import LLM
 from snapstream.models.matrix import Matrix
 from snapstream.models.panels import make_panels
 from snapstream.types import SamplingParams
+from tests.kernels.layers import multiplies_bf16
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C++ compiler")
 STORE = PrefixStoreConfig(num_bytes=8 * 2**20, block_len=32, min_tokens=64)
-INFO = Path("/proc/cpuinfo")
-needs_bf16 = pytest.mark.skipif(
-    not INFO.exists() or "avx512_bf16" not in INFO.read_text(), reason="this processor does not multiply bf16"
-)
+needs_bf16 = pytest.mark.skipif(not multiplies_bf16(), reason="these instructions do not multiply bf16")
 CASE = Case(torch.device("cpu"), torch.float32, 16, 2)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +18,10 @@ from snapstream.kernels.cpu.looped import library
 from snapstream.kernels.cpu.looped.build import find_compiler
 from snapstream.llm import LLM
 from snapstream.types import SamplingParams
+from tests.kernels.layers import multiplies_bf16
 
-INFO = Path("/proc/cpuinfo")
 pytestmark = pytest.mark.skipif(
-    find_compiler() is None or not INFO.exists() or "avx512_bf16" not in INFO.read_text(),
-    reason="this processor does not multiply bf16",
+    find_compiler() is None or not multiplies_bf16(), reason="these instructions do not multiply bf16"
 )
 prefill_attention = VERSIONS["cpu_bf16"].attend
 
