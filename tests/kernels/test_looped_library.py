@@ -500,7 +500,8 @@ def test_parts_of_a_stack_of_experts() -> None:
 
 def test_the_best_instructions_may_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own they would be read once."""
-    every = instruction_sets()
+    monkeypatch.delenv("SNAPSTREAM_INSTRUCTIONS", raising=False)
+    every = instruction_sets.__wrapped__()
     for number, name in enumerate(every):
         monkeypatch.setenv("SNAPSTREAM_INSTRUCTIONS", name)
         assert instruction_sets.__wrapped__() == every[number:]
