@@ -120,7 +120,8 @@ class HeadRows:
         """One token for every rule's row, ``[B]``: logits of the next ``[B, V]``."""
         positions = torch.full_like(token_ids, self.num_tokens)
         rope = self._decoder.rope(positions, positions + 1)
-        logits = self._decoder.run(token_ids, rope, self)
+        view: Any = self  # of models without recurrent layers
+        logits = self._decoder.run(token_ids, rope, view)
         self.num_tokens += 1
         return logits
 

@@ -114,8 +114,8 @@ class Ablation:
     """What a model loses when one kv head forgets the middle of a prompt: every head in turn, on one prefill.
 
     Heads are those of the layers to which a budget applies; layers with windows or states see all that the model does.
-    A ``KVView`` and ``StateView`` of one new token for each copy of the prompt. Invariant: copies differ in nothing but
-    what one head sees. Copy 0 sees everything; copy ``i`` is that without the candidates of head ``i - 1``, counted
+    A ``KVView`` of one new token for each copy of the prompt. Invariant: copies differ in nothing but what one head
+    sees. Copy 0 sees everything; copy ``i`` is that without the candidates of head ``i - 1``, counted
     layer by layer: of these the head keeps sinks and recent tokens. All copies share the prompt's keys and values; each
     has its own of the tokens that are fed later.
     """
@@ -187,11 +187,10 @@ class Ablation:
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
     ) -> Tensor:
-        """See ``layers.StateView``: one token per copy."""
+        """One token per copy."""
         return recurrence(inputs[:, None], self._states.of(0, layer))[:, 0]
 
     def outputs(self, x: Tensor) -> Tensor:
-        """See ``layers.StateView``: all."""
         return x
 
     def _layer_done(self, prompt: int, layer: int, queries: Tensor | None, keys: Tensor, values: Tensor) -> None:

@@ -5,7 +5,7 @@ A token's keys and values of all heads are linear in one latent ``c | r``. The s
 * absorbed: queries are projected to the latent space; the latents are the keys of one kv head for all query heads, and
   their ``c`` the values. Rows hold latents, so decode uses this form, through ``view.attend``;
 * expanded: keys and values of every head are made from the latents, a fraction of the work if many queries attend to
-  many keys. A view with room for them (``ExpandingView``) gets queries and latents and expands.
+  many keys. ``StagingView``, which has room for them, gets queries and latents and expands.
 
 Kernels scale by the square root of the head size, so queries are premultiplied by a factor that turns this into the
 model's softmax scale; kernels and selectors need not know it. With several ranks each has some query heads and all of
@@ -29,8 +29,8 @@ from snapstream.config.model import LatentConfig
 from snapstream.distributed.group import Group
 from snapstream.kernels.interface import CosSin, HeadNorm, Kernels, SumNorm
 from snapstream.kv.cache import BatchShard, KVCache
-from snapstream.models.layers import ExpandingView, KVView, StateView, mlp_of
-from snapstream.models.views import RowsView
+from snapstream.models.layers import KVView, mlp_of
+from snapstream.models.views import RowsView, StagingView
 from snapstream.models.weights import LayerWeights
 
 LATENT_EPS = 1e-6  # of both norms inside the attention, independent of rms_norm_eps
@@ -38,7 +38,10 @@ _NO_NORM = HeadNorm(None, LATENT_EPS)
 
 
 class LatentHeads:
-    """The two forms of a layer's queries, keys and values; see ``layers.LatentHeads``."""
+    """Absorbed and expanded forms of a layer's queries and latents ``c | r``.
+
+    A latent has E = R + P elements, an expanded key or value X: the larger of both, zero-padded.
+    """
 
     def __init__(self, config: ModelConfig, latent: LatentConfig, weights: LayerWeights, kernels: Kernels) -> None:
         self._latent, self._num_heads, self._kernels = latent, config.num_heads, kernels
@@ -50,15 +53,18 @@ class LatentHeads:
         self._expanded_factor = latent.softmax_scale * latent.expanded_dim**0.5
 
     def absorbed(self, queries: Tensor) -> Tensor:
+        """Queries ``[T, H, N_o + P]`` for attention over latents: ``[T, H, E]``."""
         nope, rotated = (queries * self._absorbed_factor).split((self._latent.nope_dim, self._latent.rope_dim), -1)
         projected = torch.bmm(nope.transpose(0, 1), self._up_k).transpose(0, 1)  # [T, H, R]
         return torch.cat((projected, rotated), -1)
 
     def expanded(self, queries: Tensor) -> Tensor:
+        """The same for attention over expanded keys: ``[T, H, X]``."""
         missing = self._latent.expanded_dim - self._latent.query_dim
         return torch.nn.functional.pad(queries * self._expanded_factor, (0, missing))
 
     def expand(self, latents: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Expand ``latents [n, E]`` into ``keys, values [H, n, X]``."""
         nope_dim, query_dim = self._latent.nope_dim, self._latent.query_dim
         compressed, rotated = latents[:, : self._latent.kv_rank], latents[:, self._latent.kv_rank :]
         both = self._kv_b.multiply(compressed.contiguous(), None, self._kernels)  # [n, H (N_o + U)]
@@ -68,6 +74,7 @@ class LatentHeads:
         values[..., : self.value_dim] = per_head[..., nope_dim:]
 
     def values(self, attended: Tensor) -> Tensor:
+        """Attended latents ``[T, H, R]`` as attended values ``[T, H, U]``."""
         return torch.bmm(attended.transpose(0, 1), self._up_v.transpose(1, 2)).transpose(0, 1)
 
 
@@ -90,11 +97,10 @@ class LatentLayer:
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``: ``[T', H, U]``."""
+        """``[T', H, U]``."""
         return self.attend_normed(self.norm(residual, pending), rope, view)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See ``models.decoder.Layer.finish``."""
         return self.add(residual, self.group.all_reduce(self.project(attended)))
 
     def norm(self, residual: Tensor, pending: Tensor | None) -> Tensor:
@@ -104,14 +110,13 @@ class LatentLayer:
     def attend_normed(self, normed: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """Attention of ``normed [T, D]`` behind its view, ``[T', H, U]``."""
         queries, latents, gates = self._project(normed, rope)
-        if isinstance(view, ExpandingView):
+        if isinstance(view, StagingView):
             attended = view.attend_latents(self._index, queries, latents, self._heads)
         else:
             heads = torch.cat((self._heads.absorbed(queries), latents), 1)  # [T, H+1, E]
             attended = self._heads.values(view.attend(self._index, heads, _NO_NORM, None))
         if gates is None:
             return attended
-        assert isinstance(view, StateView)
         return attended * view.outputs(gates).sigmoid()[:, :, None]
 
     def project(self, attended: Tensor) -> Tensor:
@@ -171,7 +176,7 @@ class DataParallelLatentLayer(LatentLayer):
         return self.group.all_gather(self.project(attended), 0)[view.shard.order]
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See ``models.decoder.Layer.finish``; ``attended [B, D]`` is the result of ``attend``."""
+        """``attended [B, D]`` is the result of ``attend``."""
         return self.add(residual, attended)
 
 

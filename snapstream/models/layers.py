@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,20 +36,6 @@ from snapstream.kernels.pytorch import geglu
 from snapstream.models.matrix import Matrix
 from snapstream.models.weights import DecoderWeights, LayerWeights
 
-
-class KVView(Protocol):
-    """Norms and rotates the heads of one layer, stores its keys and values, attends over all that is visible."""
-
-    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        """``heads [T, H+2G, E]`` (q | k | v) as projected; returns ``[T', H, E']`` of the same dtype.
-
-        T' is T, or fewer if only some tokens need an output: the last of each prompt, in the last layer. If values are
-        the first elements of the keys (latents) there are no heads of v, ``[T, H+G, E]``. With ``rope`` None heads are
-        already normed and rotated.
-        """
-        ...
-
-
 # Feeds sequences of n tokens each: inputs ``[S, n, C]`` and the states ``[S, ...]``, which it updates in place; returns
 # the outputs ``[S, n, C']``.
 Recurrence = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -57,15 +43,24 @@ Recurrence = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
 RowsRecurrence = Callable[[Tensor, Mapping[str, Tensor], Tensor], Tensor]
 
 
-@runtime_checkable
-class StateView(Protocol):
-    """A view of what recurrent layers keep of every sequence."""
+class KVView(Protocol):
+    """What one layer keeps of every sequence, and what attention or recurrence makes of it."""
+
+    def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
+        """Norm and rotate heads, store their keys and values, attend over all that is visible.
+
+        ``heads [T, H+2G, E]`` (q | k | v) as projected; returns ``[T', H, E']`` of the same dtype. T' is T, or fewer if
+        only some tokens need an output: the last of each prompt, in the last layer. If values are the first elements of
+        the keys (latents) there are no heads of v, ``[T, H+G, E]``. With ``rope`` None heads are already normed and
+        rotated.
+        """
+        ...
 
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
     ) -> Tensor:
-        """Feed packed tokens ``inputs [T, C]`` to their sequences' states of a layer: ``[T', C']``, T' as in
-        ``KVView``. ``of_rows`` is the same for kernels that have ``conv_step``; None: states are copied.
+        """Feed packed tokens ``inputs [T, C]`` to their sequences' states of a recurrent layer: ``[T', C']``.
+        ``of_rows`` is the same for kernels that have ``conv_step``; None: states are copied.
         """
         ...
 
@@ -79,40 +74,6 @@ class TokenInputs(NamedTuple):
 
     token_ids: Tensor  # [T] int64
     embedded: Tensor  # [T, D], as they enter layer 0
-
-
-class LatentHeads(Protocol):
-    """Absorbed and expanded forms of a layer's queries and latents ``c | r``: see ``latent.py``.
-
-    A latent has E = R + P elements, an expanded key or value X: the larger of both, zero-padded.
-    """
-
-    value_dim: int  # U, elements of an expanded value
-
-    def absorbed(self, queries: Tensor) -> Tensor:
-        """Queries ``[T, H, N_o + P]`` for attention over latents: ``[T, H, E]``."""
-        ...
-
-    def expanded(self, queries: Tensor) -> Tensor:
-        """Queries ``[T, H, N_o + P]`` for attention over expanded keys: ``[T, H, X]``."""
-        ...
-
-    def expand(self, latents: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Expand ``latents [n, E]`` into ``keys, values [H, n, X]``."""
-        ...
-
-    def values(self, attended: Tensor) -> Tensor:
-        """Attended latents ``[T, H, R]`` as attended values ``[T, H, U]``."""
-        ...
-
-
-@runtime_checkable
-class ExpandingView(Protocol):
-    """A view with room for the keys and values expanded from latents."""
-
-    def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
-        """``queries [T, H, N_o + P]`` and ``latents [T, 1, E]``, both rotated; returns ``[T', H, U]``."""
-        ...
 
 
 # Routing of Mixtral, Qwen3 and DeepSeek. A token's choice depends on that token only: experts have no capacity.
@@ -237,7 +198,6 @@ class Experts:
         return routed if self._shared is None else routed.add_(self._shared(x))
 
     def of_norm(self, given: SumNorm) -> Tensor:
-        """See ``Mlp``."""
         return self(self._kernels.normed(given))
 
     add_of_norm = of_norm
@@ -253,7 +213,7 @@ class Experts:
 class Mlp(Protocol):
     """The second half of a layer, without norm and residual."""
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, /) -> Tensor:
         """``x [T, D]``, normed, to the output ``[T, D]``, or this rank's part of the sum."""
         ...
 
@@ -278,16 +238,12 @@ class SwiGLU:
         self._gate_up, self._down, self._kernels = gate_up, down, kernels
         self._biases, self._activation = biases, activation
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """See ``Mlp``."""
-        return self._gate_up.swiglu(self._down, x, self._biases, self._kernels, self._activation)
-
-    def of_norm(self, given: SumNorm) -> Tensor:
-        """See ``Mlp``."""
+    def __call__(self, given: Tensor | SumNorm) -> Tensor:
         return self._gate_up.swiglu(self._down, given, self._biases, self._kernels, self._activation)
 
+    of_norm = __call__
+
     def add_of_norm(self, given: SumNorm) -> Tensor | None:
-        """See ``Mlp``."""
         if self._kernels.add_one_linear is None:
             return self.of_norm(given)
         inner = self._gate_up.activated(given, self._biases[0], self._kernels, self._activation)
@@ -381,7 +337,6 @@ class SparseGLU:
         self._gate_up, self._down, self._kernels, self._deviations = gate_up, down, kernels, deviations
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See ``Mlp``."""
         gate_up = self._gate_up.multiply(x, None, self._kernels)
         gates = gate_up[:, : gate_up.shape[1] // 2]
         deviation, mean = torch.std_mean(gates, -1, correction=0, keepdim=True)
@@ -389,7 +344,6 @@ class SparseGLU:
         return self._down.multiply(geglu(gate_up), None, self._kernels)
 
     def of_norm(self, given: SumNorm) -> Tensor:
-        """See ``Mlp``."""
         return self(self._kernels.normed(given))
 
     add_of_norm = of_norm
@@ -499,7 +453,6 @@ class DenseLayer:
             self._whole_norms = list(zip(columns, (weights.vector("q_norm"), weights.vector("k_norm")), strict=True))
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
         if self._input_norm is None:
             residual = residual if pending is None else residual.add_(pending)
             heads = self._qkv.multiply(residual, self._qkv_bias, self._kernels)  # [T, (H+2G)E]
@@ -512,7 +465,6 @@ class DenseLayer:
         """Gates, if any, and heads as projected, ``[T, HP + (H+2G)E]``; returns ``[T', H, E]``."""
         if not self._num_gates:
             return self._attend_ungated(heads, rope, view)
-        assert isinstance(view, StateView)
         gates = self._gated(view.outputs(heads[:, : self._num_gates]))
         attended = self._attend_ungated(heads[:, self._num_gates :].contiguous(), rope, view)
         return attended * gates.unflatten(1, (-1, self._gate_dim))
@@ -545,7 +497,6 @@ class DenseLayer:
         return view.attend(self._index, heads, self._head_norm, rope)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
-        """See ``models.decoder.Layer.finish``."""
         if self._adds_products and self._post_norm is not None and self._mlp is not None:
             pending = self._o.add_product(residual, attended.flatten(1), self._o_bias, self._kernels)
             return self._mlp.add_of_norm(SumNorm(residual, pending, self._post_norm, self._eps))
@@ -597,14 +548,12 @@ class AltUpLayer(DenseLayer):
         self._laurel_norm = weights.vector("laurel_norm")
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
         streams = residual.unflatten(1, (self._num_streams, -1))
         mixed = F.linear(self._modalities(streams[:, 0]), self._prediction).unflatten(1, (-1, self._num_streams))
         streams.add_(torch.bmm(mixed.to(streams.dtype), streams))
         return super().attend(streams[:, 0].contiguous(), None, rope, view)
 
     def finish(self, residual: Tensor, attended: Tensor) -> None:
-        """See ``models.decoder.Layer.finish``."""
         streams = residual.unflatten(1, (self._num_streams, -1))
         predicted = streams[:, 0].contiguous()
         assert self._input_norm is not None
@@ -663,12 +612,10 @@ class MlpLayer(DenseLayer):
         """None."""
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
-        assert self._input_norm is not None and isinstance(view, StateView)
+        assert self._input_norm is not None
         return view.outputs(self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps)))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """See ``models.decoder.Layer.finish``."""
         assert self._mlp is not None
         return self._ended(self._group.all_reduce(self._mlp(attended)), None, self._mlp_multiplier)
 

@@ -1,6 +1,6 @@
 """Layers that keep a state of constant size, not keys and values: short convolutions, gated DeltaNet and Mamba-2.
 
-As attention hands heads to a ``KVView``, they hand their projected inputs and a ``Recurrence`` to a ``StateView``.
+As attention hands heads to a ``KVView``, they hand it their projected inputs and a ``Recurrence``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet, Mamba2, ShortConv
 from snapstream.kernels.interface import CosSin, SumNorm
-from snapstream.models.layers import DenseLayer, KVView, StateView, bias_of_sum
+from snapstream.models.layers import DenseLayer, KVView, bias_of_sum
 from snapstream.models.weights import LayerWeights
 
 L2_EPS = 1e-6
@@ -31,8 +31,7 @@ class ShortConvLayer(DenseLayer):
         self._taps, self._conv_bias = _taps(weights), weights.optional("conv_bias")
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
-        assert self._input_norm is not None and isinstance(view, StateView)
+        assert self._input_norm is not None
         given = SumNorm(residual, pending, self._input_norm, self._eps)
         projected = self._in.multiply_normed(given, self._in_bias, self._kernels)
         return view.recur(self._index, projected, self._convolve, self._convolve_rows)
@@ -43,7 +42,6 @@ class ShortConvLayer(DenseLayer):
         return out_gate * self._kernels.causal_conv(gate * x, states["inputs"], self._taps, self._conv_bias, False)
 
     def _convolve_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """A ``RowsRecurrence``."""
         assert self._kernels.conv_step is not None
         gate, out_gate, x = inputs.chunk(3, dim=-1)
         mixed = self._kernels.conv_step(gate * x, states["inputs"], rows, self._taps, self._conv_bias, False)
@@ -67,8 +65,7 @@ class DeltaNetLayer(DenseLayer):
         self._decay_up, self._gate_up = (weights.matrices.get(f"delta_{name}_up") for name in ("decay", "gate"))
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
-        assert self._input_norm is not None and isinstance(view, StateView)
+        assert self._input_norm is not None
         x = self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps))
         projected = self._in.multiply(x, None, self._kernels)  # [T, C + V], of KDA [T, C + 2R]
         gates = self._gates.multiply(x, None, self._kernels)  # [T, 2H], of KDA [T, H]
@@ -107,7 +104,6 @@ class DeltaNetLayer(DenseLayer):
         return self._kernels.gated_delta(q, k, v, decay, beta, states["memory"]).flatten(2)
 
     def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """A ``RowsRecurrence``."""
         assert self._kernels.conv_step is not None and self._kernels.memory_step is not None
         mixed, gates = inputs[:, : self._net.channels], inputs[:, self._net.channels :]
         mixed = self._kernels.conv_step(mixed, states["inputs"], rows, self._taps, None, True)
@@ -134,12 +130,11 @@ class Mamba2Layer(DenseLayer):
         self._rate, self._step = -weights.vector("mamba_decay").exp(), weights.vector("mamba_step")  # [H] fp32
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
-        assert self._input_norm is not None and isinstance(view, StateView)
+        assert self._input_norm is not None
         given = SumNorm(residual, pending, self._input_norm, self._eps)
         return self._scan(self._in.multiply_normed(given, self._in_bias, self._kernels), view)
 
-    def _scan(self, projected: Tensor, view: StateView) -> Tensor:
+    def _scan(self, projected: Tensor, view: KVView) -> Tensor:
         """From ``z | x | B | C | dt`` of tokens, ``[T, I + C + H]``, to what the last product takes, ``[T', I]``."""
         inner = self._net.inner
         if self._scales is not None:
@@ -169,7 +164,6 @@ class Mamba2Layer(DenseLayer):
         return (out + self._skip[:, None] * x).flatten(2)
 
     def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """A ``RowsRecurrence``."""
         assert self._kernels.conv_step is not None and self._kernels.memory_step is not None
         mixed, gates = inputs[:, : self._net.channels], inputs[:, self._net.channels :]
         mixed = self._kernels.conv_step(mixed, states["inputs"], rows, self._taps, self._conv_bias, True)
@@ -189,8 +183,7 @@ class ParallelMambaLayer(Mamba2Layer):
         self._multipliers, self._attention_multiplier = config.multipliers, config.multipliers.residual
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        """See ``models.decoder.Layer.attend``."""
-        assert self._input_norm is not None and isinstance(view, StateView)
+        assert self._input_norm is not None
         x = self._kernels.normed(SumNorm(residual, pending, self._input_norm, self._eps))
         attended = self._attend_heads(self._qkv.multiply(x, self._qkv_bias, self._kernels), rope, view)
         scanned = self._scan(self._in.multiply(x, self._in_bias, self._kernels), view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from snapstream.kernels.pytorch import one_query_attention
 from snapstream.kernels.rows import PackedLens
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import KVSpec, Window
-from snapstream.models.layers import LatentHeads, Recurrence, RowsRecurrence
+from snapstream.models.layers import Recurrence, RowsRecurrence
+
+if TYPE_CHECKING:
+    from snapstream.models.latent import LatentHeads
 
 
 class StagingBuffers:
@@ -169,7 +172,7 @@ class StagingView:
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
     ) -> Tensor:
-        """See ``layers.StateView``; a prompt's part is cut where its state is asked for."""
+        """A prompt's part is cut where its state is asked for."""
         if self._states is None:
             raise ValueError("this prefill keeps no recurrent states")
         parts = []
@@ -190,7 +193,6 @@ class StagingView:
         return self.outputs(parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def outputs(self, x: Tensor) -> Tensor:
-        """See ``layers.StateView``."""
         return x if self._chunk.outputs is None else x[list(self._chunk.outputs)]
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
@@ -215,7 +217,8 @@ class StagingView:
         return self._attend_all(q, tokens, (norm.sinks, norm.cap), window, span)
 
     def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
-        """Stage and expand the chunk's latents, then attend as above: ``[T', H, U]``, see ``layers.ExpandingView``.
+        """Stage and expand the chunk's latents, then attend as above: ``queries [T, H, N_o + P]`` and ``latents
+        [T, 1, E]``, both rotated, to ``[T', H, U]``.
 
         A single query for the last token of a prompt attends to the latents themselves, without expansion.
         """
@@ -326,7 +329,7 @@ class RowsView:
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
     ) -> Tensor:
-        """See ``layers.StateView``: one token per row."""
+        """One token per row."""
         stored = self._cache.state(layer)
         if of_rows is not None and self._kernels.conv_step is not None:
             return of_rows(inputs, stored, self._rows)
@@ -337,7 +340,6 @@ class RowsView:
         return out
 
     def outputs(self, x: Tensor) -> Tensor:
-        """See ``layers.StateView``: all."""
         return x
 
     def _attend_by_head(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
@@ -387,7 +389,7 @@ class DraftsView:
         self._fed: list[tuple[int, Sequence[Tensor], Recurrence, RowsRecurrence | None]] = []
 
     def attend(self, layer: int, heads: Tensor, norm: HeadNorm, rope: CosSin | None) -> Tensor:
-        """See ``layers.KVView``: turn after turn, ``heads [N, H+2G, E]`` -> ``[N, H, E]``."""
+        """Turn after turn, ``heads [N, H+2G, E]`` -> ``[N, H, E]``."""
         angles: Sequence[CosSin | None] = [None] * len(self._sizes)
         if rope is not None:
             angles = list(zip(*(side.split(self._sizes) for side in rope), strict=True))
@@ -397,7 +399,6 @@ class DraftsView:
     def recur(
         self, layer: int, inputs: Tensor, recurrence: Recurrence, of_rows: RowsRecurrence | None = None
     ) -> Tensor:
-        """See ``layers.StateView``."""
         parts = [self._turns[0].recur(layer, inputs[: self._sizes[0]], recurrence, of_rows)]
         if len(self._sizes) == 1:
             return parts[0]
@@ -409,7 +410,6 @@ class DraftsView:
         return torch.cat(parts)
 
     def outputs(self, x: Tensor) -> Tensor:
-        """See ``layers.StateView``: all."""
         return x
 
     def accept(self, turns: Sequence[Tensor]) -> None:
