@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -91,17 +90,17 @@ def read_manifest(folder: Path, config: ModelConfig | None = None) -> dict[str, 
     return manifest
 
 
-@contextmanager
-def open_shard(file: Path) -> Iterator[Any]:
+def open_shard(file: Path) -> Any:
     """Memory-map a shard, a ``safe_open`` or ``gguf.Shard``."""
     if is_gguf(file):
-        yield gguf.Shard(file)
-        return
+        return gguf.Shard(file)
     try:
-        with safe_open(file, framework="pt", device="cpu") as shard:
-            yield shard
+        return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
+
+
+_held = lru_cache(maxsize=8)(open_shard)  # reading the header of one with many experts for each tensor takes minutes
 
 
 def read_part(shard: Any, name: str, place: tuple[slice, ...]) -> Tensor:
@@ -164,11 +163,9 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         return {
             name: StoredTensor(file, view.shape, view.dtype, name) for name, view in views if view.tensor.file == file
         }
-    with open_shard(file) as shard:
-        slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
-        return {
-            name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype(), name) for name, part in slices.items()
-        }
+    shard = open_shard(file)
+    slices = {name: shard.get_slice(name) for name in shard.keys()}  # noqa: SIM118 - not a mapping
+    return {name: StoredTensor(file, tuple(part.get_shape()), part.get_dtype(), name) for name, part in slices.items()}
 
 
 Expected = tuple[Shape, tuple[str, ...]]  # shape of a tensor, and the dtypes that it may have
@@ -333,17 +330,6 @@ def _tensor(name: str, place: tuple[slice, ...], manifest: Mapping[str, StoredTe
     return read_part(_held(manifest[name].file), manifest[name].name, place)
 
 
-@lru_cache(maxsize=8)
-def _held(file: Path) -> Any:
-    """A mapped shard; reading the header of one with many experts again for each tensor would take minutes."""
-    if is_gguf(file):
-        return gguf.Shard(file)
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
-
-
 logger = logging.getLogger(__name__)
 
 LoadProgress = bool | Callable[[float], None]  # whether to show a bar on stderr; or called with the share that is read
@@ -379,30 +365,30 @@ def load_weights(
     total, num_read = sum(map(_num_elements, cuts.values())), 0
     with tqdm(total=len(cuts), desc="Loading weights", unit="tensor", disable=progress is not True) as bar:
         for file in dict.fromkeys(stored.file for name, stored in manifest.items() if plain_name(name) in cuts):
-            with open_shard(file) as shard:
-                for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
-                    own = plain_name(own_name(name, config))
-                    if own not in cuts:
-                        continue
-                    cut, part = cuts[own], cuts[own].part
-                    spec, quantized = specs[part.target], _stored_format(own, specs[part.target], config, manifest)
-                    if spec.is_quantized and config.stored.packing is not None:
-                        bounds |= _fill_packing(weights, own, cut, config, manifest)
-                    elif quantized is not None:
-                        bounds |= _fill_quantized(weights, shard, name, cut, quantized, manifest, spec.row_eps)
-                    else:
-                        whole_format = format_of(whole_specs[part.target], dtype_name, formats)
-                        numbers = _read_floats(shard, name, cut, whole_format if spec.is_float else None)
-                        bounds[own] = _bounds(numbers, format_of(spec, dtype_name, formats))
-                        if spec.offset or spec.factor != 1.0:
-                            numbers = (numbers.float() + spec.offset) * spec.factor
-                        if spec.row_eps is not None:
-                            numbers = _with_normed_rows(numbers, spec.row_eps, dtype)
-                        weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
-                    bar.update()
-                    num_read += _num_elements(cut)
-                    if callable(progress):
-                        progress(num_read / total)
+            shard = open_shard(file)
+            for name in shard.offset_keys():  # in the order of the file, so that a disk reads ahead
+                own = plain_name(own_name(name, config))
+                if own not in cuts:
+                    continue
+                cut, part = cuts[own], cuts[own].part
+                spec, quantized = specs[part.target], _stored_format(own, specs[part.target], config, manifest)
+                if spec.is_quantized and config.stored.packing is not None:
+                    bounds |= _fill_packing(weights, own, cut, config, manifest)
+                elif quantized is not None:
+                    bounds |= _fill_quantized(weights, shard, name, cut, quantized, manifest, spec.row_eps)
+                else:
+                    whole_format = format_of(whole_specs[part.target], dtype_name, formats)
+                    numbers = _read_floats(shard, name, cut, whole_format if spec.is_float else None)
+                    bounds[own] = _bounds(numbers, format_of(spec, dtype_name, formats))
+                    if spec.offset or spec.factor != 1.0:
+                        numbers = (numbers.float() + spec.offset) * spec.factor
+                    if spec.row_eps is not None:
+                        numbers = _with_normed_rows(numbers, spec.row_eps, dtype)
+                    weights.fill(part.target, part.place, _in_order(_padded(numbers, cut), part))
+                bar.update()
+                num_read += _num_elements(cut)
+                if callable(progress):
+                    progress(num_read / total)
     _held.cache_clear()
     _check_finite(manifest, bounds)
     weights.fold_norm_biases()

@@ -102,12 +102,12 @@ def _write_shards(
     for number, file in enumerate(files, 1):
         progress(f"{file.name} ({number} of {len(files)})")
         tensors: dict[str, Tensor] = {}
-        with open_shard(file) as shard:
-            for name in shard.offset_keys():
-                numbers = shard.get_tensor(name)
-                if numbers.is_floating_point() and not torch.stack(torch.aminmax(numbers)).isfinite().all():
-                    raise ValueError(f"{file}: {name} holds NaN or infinity; weights must be finite")
-                tensors |= pack_matrix(name, numbers, matrices[name]) if name in matrices else {name: numbers}
+        shard = open_shard(file)
+        for name in shard.offset_keys():
+            numbers = shard.get_tensor(name)
+            if numbers.is_floating_point() and not torch.stack(torch.aminmax(numbers)).isfinite().all():
+                raise ValueError(f"{file}: {name} holds NaN or infinity; weights must be finite")
+            tensors |= pack_matrix(name, numbers, matrices[name]) if name in matrices else {name: numbers}
         own = SINGLE_FILE if len(files) == 1 else file.name
         save_file(tensors, folder / own, metadata={"format": "pt"})
         (folder / own).chmod(0o644)

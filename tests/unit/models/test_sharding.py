@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,12 +67,7 @@ def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(taken.nbytes)
         return taken
 
-    @contextmanager
-    def opened(file: Path) -> Iterator[Any]:
-        with open_shard(file) as shard:
-            yield CountedShard(shard, count)
-
-    monkeypatch.setattr(checkpoint, "open_shard", opened)
+    monkeypatch.setattr(checkpoint, "open_shard", lambda file: CountedShard(open_shard(file), count))
     return sizes
 
 
