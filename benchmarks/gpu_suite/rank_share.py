@@ -188,6 +188,7 @@ def _experts_read(runner: ModelRunner, batch: int) -> float:
         return kernels.grouped_linear(x, weight, scale, ends)
 
     counted: Kernels = replace(kernels, grouped_linear=counting)
-    parts = replace(runner.step_parts, decoder=runner.decoder.with_kernels(counted))
+    decoder = Decoder(runner.decoder.config, runner.decoder.weights, counted, runner.decoder.group)
+    parts = replace(runner.step_parts, decoder=decoder)
     EagerDecode(parts).logits(torch.arange(batch, device=runner.decoder.device))
     return float(torch.stack(counts).double().mean())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import DType, KVDType, ModelConfig, WeightFormats
+from snapstream.config.values import imported
 from snapstream.distributed.group import Alone, Group, ReduceOp
 from snapstream.kernels.interface import CosSin, Kernels, bind
 from snapstream.kv.spec import KVSpec
@@ -207,10 +207,6 @@ class Decoder:
         has_router = self.config.moe is not None or self.config.altup is not None
         return not has_router and all(weight.is_batch_invariant for weight in self.weights.matrices.values())
 
-    def with_kernels(self, kernels: Kernels) -> Decoder:
-        """A decoder over the same weights with other kernels."""
-        return Decoder(self.config, self.weights, kernels, self.group)
-
     def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
         return kv_spec_of(self.shard, self._dtype_name, kv_dtype)
 
@@ -252,16 +248,6 @@ class Decoder:
             missing = [self.config.widest_head - cos.shape[-1] for cos, _ in angles]
             angles = [(F.pad(cos, (0, n)), F.pad(sin, (0, n))) for (cos, sin), n in zip(angles, missing, strict=True)]
         return torch.stack([cos for cos, _ in angles]), torch.stack([sin for _, sin in angles])
-
-    def layer(
-        self, index: int, hidden: Tensor, rope: CosSin, view: KVView, tokens: TokenInputs | None = None
-    ) -> Tensor:
-        """One whole layer, ``[T, D]`` to ``[T, D]``; ``hidden`` is overwritten with the result. ``tokens``: see
-        ``finish_layer``.
-        """
-        layer = self.layers[index]
-        attended = layer.attend(hidden, None, rope, view)
-        return added(hidden, self.finish_layer(index, layer, (hidden, attended), tokens))
 
     def run(self, token_ids: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """All layers: from tokens ``[T]`` to logits ``[T, V]`` fp32."""
@@ -329,7 +315,4 @@ def _layer_class(config: ModelConfig) -> Any:
     layer = FAMILIES.get(config.architecture).layer
     if layer is None:
         return LatentLayer if config.latent is not None else DenseLayer if config.altup is None else AltUpLayer
-    if not isinstance(layer, str):
-        return layer
-    module, _, name = layer.partition(":")
-    return getattr(import_module(module), name)
+    return imported(layer)

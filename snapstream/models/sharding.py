@@ -28,11 +28,6 @@ _MOST_BLOCK_NUMBERS = 2**24  # on other devices: few calls
 _BLOCK_BYTES = 10  # per number, at most: a byte of quantized value, fp32, the dtype of the computation
 
 
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every stored tensor by name. A tied ``lm_head`` is ``embed`` itself and not listed."""
-    return {name: stacked_shape(spec, config.num_layers) for name, spec in tensor_specs(config).items()}
-
-
 def layer_parameters(config: ModelConfig) -> int:
     """Numbers of a layer's matrices that a token is multiplied with (top_k of the experts), on average over layers."""
     specs = [spec for spec in tensor_specs(config).values() if spec.per_layer and spec.is_matrix and not spec.is_table]
@@ -50,8 +45,7 @@ def active_parameters(config: ModelConfig) -> int:
 
 def num_parameters(config: ModelConfig) -> int:
     """Numbers of a checkpoint with this config; a tied embedding counts once."""
-    specs = tensor_specs(config)
-    return sum(prod(shape) for name, shape in weight_shapes(config).items() if specs[name].parts)
+    return sum(prod(stacked_shape(spec, config.num_layers)) for spec in tensor_specs(config).values() if spec.parts)
 
 
 def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> WeightFormat:
@@ -107,7 +101,9 @@ def decode_weight_bytes(
         for name, spec in tensor_specs(config).items()
         if not spec.is_table and (name != "embed" or config.tie_word_embeddings)
     }
-    return sum(_read_bytes(config, spec, dtype, formats, num_tokens) for spec in specs.values())
+    return sum(
+        round(_share(config, spec, num_tokens) * _spec_bytes(config, spec, dtype, formats)) for spec in specs.values()
+    )
 
 
 def dequantized_bytes(config: ModelConfig, dtype: str, formats: WeightFormats | None = None) -> int:
@@ -136,12 +132,6 @@ def _share(config: ModelConfig, spec: TensorSpec, num_tokens: int) -> float:
     if not spec.per_expert or config.moe is None:
         return 1.0
     return config.moe.num_read(num_tokens) / config.moe.num_experts
-
-
-def _read_bytes(
-    config: ModelConfig, spec: TensorSpec, dtype: str, formats: WeightFormats | None, num_tokens: int
-) -> int:
-    return round(_share(config, spec, num_tokens) * _spec_bytes(config, spec, dtype, formats))
 
 
 def _spec_bytes(config: ModelConfig, spec: TensorSpec, dtype: str, formats: WeightFormats | None) -> int:

@@ -19,7 +19,7 @@ from snapstream.kernels.interface import CosSin, HeadNorm
 from snapstream.kv.spec import KVSpec, Window
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import Recurrence, RowsRecurrence
-from tests.parity.heads import queries, split
+from tests.parity.heads import queries, split, whole_layer
 from tests.unit.kv import row_by_lists
 
 Cell = tuple[int, Tensor, Tensor]  # position, key [E], value [E']
@@ -131,7 +131,7 @@ class ListsEngine:
             if source == layer:
                 whole[layer] = [list(own) for own in self.cells[layer]]
             view = _Prompt(self, whole[source])
-            hidden = self.decoder.layer(layer, hidden, rope, view, inputs)
+            hidden = whole_layer(self.decoder, layer, hidden, rope, view, inputs)
             if layer in self.decoder.kv_spec().slot_layer_indices:
                 self.cells[layer] = [list(own) for own in whole[layer]]
                 self._compress(layer, view.queries, view.keys, len(prompt))
@@ -186,7 +186,7 @@ class ListsEngine:
         rope = self.decoder.rope(where, where + 1)
         for layer in range(self.decoder.config.num_layers):
             inputs = self.decoder.token_inputs(torch.tensor([token]))
-            hidden = self.decoder.layer(layer, hidden, rope, _Token(self, layer, position), inputs)
+            hidden = whole_layer(self.decoder, layer, hidden, rope, _Token(self, layer, position), inputs)
         return hidden
 
     def store(self, layer: int, position: int, k: Tensor, v: Tensor) -> None:

@@ -36,7 +36,7 @@ from tests.parity.checkpoints import (
     randomise_corrections,
     save,
 )
-from tests.parity.heads import queries, split
+from tests.parity.heads import queries, split, whole_layer
 
 DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0,
                  "original_max_position_embeddings": 32, "mscale": 0.7, "mscale_all_dim": 1.3,
@@ -167,7 +167,7 @@ def run(decoder: Decoder, view: FullAttention, ids: Tensor, start: int) -> Tenso
     rope = decoder.rope(positions, torch.full_like(positions, start + len(ids)))
     hidden = decoder.embed(ids)
     for index in range(decoder.config.num_layers):
-        hidden = decoder.layer(index, hidden, rope, view, decoder.token_inputs(ids))
+        hidden = whole_layer(decoder, index, hidden, rope, view, decoder.token_inputs(ids))
     return decoder.logits(hidden)
 
 
@@ -504,10 +504,10 @@ def test_tokens_of_a_layer_do_not_mix(num_tokens: int, tmp_path: Path) -> None:
     positions = torch.arange(num_tokens)
     with torch.inference_mode():
         rope = decoder.rope(positions, positions + 1)
-        packed = decoder.layer(1, decoder.embed(ids), rope, ValuesOnly())
+        packed = whole_layer(decoder, 1, decoder.embed(ids), rope, ValuesOnly())
         for index in (0, num_tokens - 1):
             one = slice(index, index + 1)
-            alone = decoder.layer(1, decoder.embed(ids[one]), (rope[0][one], rope[1][one]), ValuesOnly())
+            alone = whole_layer(decoder, 1, decoder.embed(ids[one]), (rope[0][one], rope[1][one]), ValuesOnly())
             torch.testing.assert_close(packed[one], alone, rtol=1e-5, atol=1e-5)
 
 

@@ -17,8 +17,11 @@ from snapstream.kernels.interface import CosSin, HeadNorm, KernelVersion, bind
 from snapstream.models.decoder import Decoder
 from snapstream.models.matrix import FEW, Matrix, make_matrix
 from snapstream.models.panels import make_panels
-from snapstream.models.sharding import check_groups, dequantized_bytes, num_parameters, weight_bytes, weight_shapes
+from snapstream.models.registry import tensor_specs
+from snapstream.models.sharding import check_groups, dequantized_bytes, num_parameters, weight_bytes
+from snapstream.models.tensors import stacked_shape
 from snapstream.models.weights import DecoderWeights
+from tests.parity.heads import whole_layer
 
 SHAPE = (2, 300, 200)  # the last block of either direction is cut
 
@@ -221,7 +224,8 @@ RICH = replace(PLAIN, qkv_bias=True, o_bias=True, mlp_bias=True, qk_norm=True, t
 @pytest.mark.parametrize("config", [PLAIN, RICH], ids=["plain", "rich"])
 def test_stored_tensors_have_the_counted_shapes(config: ModelConfig) -> None:
     weights = DecoderWeights.empty(config, torch.bfloat16, "meta")
-    assert {role: tuple(tensor.shape) for role, tensor in weights.stored().items()} == weight_shapes(config)
+    shapes = {name: stacked_shape(spec, config.num_layers) for name, spec in tensor_specs(config).items()}
+    assert {role: tuple(tensor.shape) for role, tensor in weights.stored().items()} == shapes
     assert weights.num_bytes == 2 * num_parameters(config)
 
 
@@ -263,6 +267,6 @@ def test_random_weights_are_seeded_and_tame(config: ModelConfig) -> None:
     with torch.inference_mode():
         hidden = decoder.embed(positions)
         for index in range(config.num_layers):
-            hidden = decoder.layer(index, hidden, decoder.rope(positions, positions + 1), Echo())
+            hidden = whole_layer(decoder, index, hidden, decoder.rope(positions, positions + 1), Echo())
         assert 0.3 < decoder.logits(hidden).std() < 3.0
         assert 0.3 < hidden.std() < 3.0
