@@ -566,7 +566,8 @@ class ModelConfig:
             self.multipliers.attention == 1.0 or self.rope.partial_rotary_factor == 1.0,
             "a multiplier of attention needs heads that are rotated as a whole, or not at all",
         )
-        check(self.is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
+        is_plain = self.multipliers == Multipliers() and self.is_pre_norm and self.has_gate
+        check(is_plain or self.latent is None, "multipliers and other norms are not supported with latents")
         is_beside = self.moe is not None and self.moe.is_beside_mlp
         check(
             self.moe is None or is_beside or (self.norms.has_inputs and self.activation in ("silu", "relu2")),
@@ -746,11 +747,6 @@ class ModelConfig:
     def norms_experts_alone(self) -> bool:
         """Whether no outputs are normed but those of experts (A.X K1)."""
         return self.moe is not None and self.norms.after_mlp is not None and not self.norms.has_outputs
-
-    @property
-    def is_plain(self) -> bool:
-        """The same with SiLU and without multipliers."""
-        return self.multipliers == Multipliers() and self.is_pre_norm and self.has_gate
 
     @property
     def has_gate(self) -> bool:

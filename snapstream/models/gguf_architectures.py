@@ -204,15 +204,13 @@ def _olmo(model: Model, own: Settings, settings: Settings) -> Settings:
 
 
 def _gemma2(model: Model, own: Settings, settings: Settings) -> Settings:
-    """The scale of scores follows from the size in 27b alone (46 layers)."""
-    heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] == 46
+    """The scale of scores follows from the size in 27b alone: 46 layers in Gemma 2, 62 in Gemma 3."""
+    heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] in (46, 62)
     return {"query_pre_attn_scalar": settings["hidden_size"] // max(heads, 1) if is_27b else settings["head_dim"]}
 
 
 def _gemma3(model: Model, own: Settings, settings: Settings) -> Settings:
-    """The scale of scores follows from the size in 27b alone (62 layers)."""
-    heads, is_27b = settings["num_attention_heads"], settings["num_hidden_layers"] == 62
-    found = {"query_pre_attn_scalar": settings["hidden_size"] // max(heads, 1) if is_27b else settings["head_dim"]}
+    found = _gemma2(model, own, settings)
     if not settings.get("sliding_window"):
         found["layer_types"] = ["full_attention"] * settings["num_hidden_layers"]
     return found

@@ -50,9 +50,6 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-
     def growth(weight: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
@@ -63,13 +60,13 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 def _longrope_attention_factor(rope: RopeConfig) -> float:
     """Of LongRoPE (arXiv 2402.13753, section 3.4), from how far the context is stretched."""
-    if rope.attention_factor is not None:
-        return rope.attention_factor
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
 def attention_factor(rope: RopeConfig) -> float:
     """What scaling multiplies cosines and sines with."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
     match rope.kind:
         case "yarn":
             return _yarn_attention_factor(rope)
