@@ -11,87 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
-from snapstream.config import DType, KVDType, ModelConfig, RopeConfig
-from snapstream.config.model import (
-    MAX_DIM,
-    Activation,
-    AltUp,
-    HeadSizes,
-    LatentConfig,
-    LayerClamps,
-    LayerNorms,
-    LengthScale,
-    MoEConfig,
-    Multipliers,
-    Recurrent,
-    SwiGLUClamp,
-)
+from snapstream.config import DType, KVDType, ModelConfig
+from snapstream.config.model import MAX_DIM, LayerClamps, MoEConfig, SwiGLUClamp
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors
 
-
-class Recipe(TypedDict, total=False):
-    """The parts of a layer, and sizes that a family's config.json names differently: fields of ``ModelConfig``.
-
-    A layer is attention with RoPE, and a gated MLP or experts, with an RMSNorm before or after each or both, or with
-    ``mlp_layers`` only one of these parts; absent fields have the defaults of ``ModelConfig``.
-    """
-
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # an RMSNorm over each head of q and k
-    norms_heads_apart: bool  # these are LayerNorms with weights for each head
-    norms_after_rope: bool  # these norms come after the rotation
-    has_whole_qk_norm: bool  # an RMSNorm over all heads of q together, and over those of k
-    rotated_layers: tuple[bool, ...]  # the layers whose heads are rotated
-    windows: tuple[int | None, ...]  # by layer, sliding window in tokens
-    has_chunks: bool  # windows are chunks
-    multipliers: Multipliers
-    has_fused_qkv: bool  # checkpoints have q | k | v in one tensor
-    has_fused_gate_up: bool
-    norms: LayerNorms
-    recurrent_norms: LayerNorms  # of recurrent layers, where they differ
-    is_parallel: bool  # attention and MLP read one norm
-    is_centered: bool  # norms are LayerNorms
-    has_norm_biases: bool
-    has_head_bias: bool
-    norm_offset: float
-    out_norm_eps: float
-    activation: Activation  # of gate
-    clamps: LayerClamps
-    window_rope: RopeConfig | None  # of layers with sliding windows
-    rope: RopeConfig  # of the others, where config.json has one for each kind of layers
-    length_scale: LengthScale  # of queries
-    full_heads: HeadSizes | None  # of layers without a window
-    kv_sources: tuple[int, ...] | None  # by layer, whose keys and values it attends to
-    keys_are_values: bool
-    has_value_norm: bool
-    has_unscaled_scores: bool
-    per_layer_dim: int
-    per_layer_lines: int
-    altup: AltUp
-    has_layer_scalars: bool
-    has_wide_mlps: bool
-    logit_cap: float | None
-    score_cap: float | None
-    latent: LatentConfig  # multi-head latent attention
-    index_topk: int  # tokens that an indexer chooses for a query; it is left out
-    gate_dim: int  # numbers that gate the output of a head of attention
-    has_softplus_gates: bool
-    recurrent: Recurrent  # what recurrent layers compute in place of attention
-    recurrent_layers: tuple[int, ...]
-    has_parallel_recurrence: bool  # they have attention too, and are all layers
-    mlp_layers: tuple[int, ...]  # layers have a single part each: these an MLP or experts
-    has_sinks: bool  # a learned attention sink per query head
-    moe: MoEConfig | None  # experts instead of the MLP
-    num_kv_heads: int
-    head_dim: int
-    max_position: int  # where max_position_embeddings already counts what rope stretches
-    num_mtp_layers: int
+# The parts of a layer, and sizes that a family's config.json names differently: fields of ``ModelConfig``. A layer is
+# attention with RoPE, and a gated MLP or experts, with an RMSNorm before or after each or both, or with ``mlp_layers``
+# only one of these parts; absent fields have the defaults of ``ModelConfig``.
+Recipe = dict[str, Any]
 
 
 def attention_biases(settings: Settings) -> Recipe:
