@@ -13,7 +13,6 @@ from snapstream.config.engine import (
     EngineOptions,
     ParallelConfig,
     PrefillAttentionName,
-    PrefixStore,
     PrefixStoreConfig,
     Settings,
     SplitAttention,
@@ -22,7 +21,6 @@ from snapstream.config.engine import (
 )
 from snapstream.config.kv import (
     DEFAULT_OBSERVATION,
-    DEFAULT_SELECTOR,
     DEFAULT_SINK,
     SELECTORS,
     KVBudget,
@@ -49,9 +47,9 @@ from snapstream.config.values import (
 from snapstream.config.weights import StoredWeights, WeightFormat, WeightFormats, WeightsOption
 
 __all__ = [
-    "DEFAULT_OBSERVATION", "DEFAULT_SELECTOR", "DEFAULT_SINK", "DTYPE_BYTES", "EXECUTORS", "KV_DTYPES", "ROW_FORMATS",
+    "DEFAULT_OBSERVATION", "DEFAULT_SINK", "DTYPE_BYTES", "EXECUTORS", "KV_DTYPES", "ROW_FORMATS",
     "SELECTORS", "AutoCount", "Budget", "Chunking", "DType", "EngineConfig", "EngineOptions", "InvalidValue",
-    "KVBudget", "KVDType", "ModelConfig", "ParallelConfig", "PrefillAttentionName", "PrefixStore", "PrefixStoreConfig",
+    "KVBudget", "KVDType", "ModelConfig", "ParallelConfig", "PrefillAttentionName", "PrefixStoreConfig",
     "RopeConfig", "RopeKind", "RowFormat", "Selector", "Settings", "SplitAttention",
     "SplitExperts", "StoredWeights", "WeightFormat", "WeightFormats", "WeightsOption", "as_count", "as_kind",
     "as_number", "as_path", "as_prefix_store", "as_token_ids", "make_selector", "plain", "row_formats",

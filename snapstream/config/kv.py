@@ -108,9 +108,8 @@ class KVBudget:
     num_recent: int  # ring of the newest tokens
 
     def __post_init__(self) -> None:
-        set_counts(
-            self, num_sink=0, num_topk=0, num_window=0, num_recent=1
-        )  # a ring without a slot cannot take the next token
+        # A ring without a slot cannot take the next token.
+        set_counts(self, num_sink=0, num_topk=0, num_window=0, num_recent=1)
 
     @property
     def capacity(self) -> int:
