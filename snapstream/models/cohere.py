@@ -15,17 +15,18 @@ from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
-    layer_kind_refusals,
+    below_one,
+    even_head_dim,
     num_dense,
-    num_layers,
     other_values,
     read_experts,
     refuse_absent_window,
-    windows_by_type,
+    windows_alone_rotated,
     windows_of_all_layers,
+    with_changed_rope,
 )
 from snapstream.models.mistral import MIXTRAL
-from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, named
 
 
 def _rewrite(settings: Settings) -> Settings:
@@ -45,14 +46,9 @@ def _cohere(settings: Settings) -> Recipe:
 
 
 def _cohere2(settings: Settings) -> Recipe:
-    """Layers without a window have no rotary embedding."""
-    step, heads = whole_number(settings, "sliding_window_pattern"), whole_number(settings, "num_attention_heads")
-    windows = windows_by_type(settings, lambda layer: (layer + 1) % step != 0)
-    has = windows.get("windows") or (None,) * num_layers(settings)
-    return {
-        **_cohere(settings), **windows, "rotated_layers": tuple(window is not None for window in has),
-        "head_dim": whole_number(settings, "hidden_size") // max(heads, 1),
-    }  # fmt: skip
+    step = whole_number(settings, "sliding_window_pattern")
+    windows = windows_alone_rotated(settings, lambda layer: (layer + 1) % step != 0)
+    return {**_cohere(settings), **windows, "head_dim": even_head_dim(settings)}
 
 
 def _moe_rewrite(settings: Settings) -> Settings:
@@ -66,22 +62,19 @@ def _moe_rewrite(settings: Settings) -> Settings:
 
 def _cohere2_moe(settings: Settings) -> Recipe:
     """First layers with an MLP have a pattern of windows of their own; if that is 1, they are rotated without any."""
-    own, step = (
-        whole_number(settings, f"{prefix}sliding_window_pattern") for prefix in ("prefix_dense_", "")
-    )  # fmt: skip
+    own, step = (whole_number(settings, f"{prefix}sliding_window_pattern") for prefix in ("prefix_dense_", ""))
     first, start = num_dense(settings), whole_number(settings, "first_k_dense_replace")
     shared = whole_number(settings, "num_shared_experts")
-    windows = windows_by_type(
+    windows = windows_alone_rotated(
         settings, lambda layer: (layer + 1) % own != 0 if layer < start else (layer - start + 1) % step != 0
     )
-    has = windows.get("windows") or (None,) * num_layers(settings)
     is_sigmoid = settings["expert_selection_fn"] == "sigmoid"
     share = 0.5 if shared and settings["shared_expert_combination_strategy"] == "average" else 1.0
     moe = read_experts(
         settings, num_shared=shared, first_dense=first, scoring="sigmoid" if is_sigmoid else "softmax",
         normalise=not is_sigmoid or flag(settings, "norm_topk_prob"), scale=share, shared_scale=share,
     )  # fmt: skip
-    rotated = (window is not None or (layer < first and own == 1) for layer, window in enumerate(has))
+    rotated = (has or (layer < first and own == 1) for layer, has in enumerate(windows["rotated_layers"]))
     return {
         **_cohere(settings), **windows, "rotated_layers": tuple(rotated), "is_centered": flag(settings, "is_centered"),
         "moe": moe,
@@ -89,9 +82,7 @@ def _cohere2_moe(settings: Settings) -> Recipe:
 
 
 def _cohere2_moe_refusals(settings: Settings) -> list[str]:
-    reasons = [*_cohere2_refusals(settings), *layer_kind_refusals(settings)]
-    if (pattern := whole_number(settings, "prefix_dense_sliding_window_pattern")) < 1:
-        reasons.append(f"prefix_dense_sliding_window_pattern is {pattern}; it must be >= 1")
+    reasons = _cohere2_refusals(settings) + below_one(settings, "prefix_dense_sliding_window_pattern")
     known = {"expert_selection_fn": ("softmax", "sigmoid"), "shared_expert_combination_strategy": ("average", "sum")}
     for name, values in known.items():
         if settings.get(name) not in values:
@@ -100,10 +91,7 @@ def _cohere2_moe_refusals(settings: Settings) -> list[str]:
 
 
 def _cohere2_refusals(settings: Settings) -> list[str]:
-    reasons = refuse_absent_window(settings)
-    if whole_number(settings, "sliding_window_pattern") < 1:
-        reasons.append(f"sliding_window_pattern is {settings['sliding_window_pattern']}; it must be >= 1")
-    return reasons
+    return refuse_absent_window(settings) + below_one(settings, "sliding_window_pattern")
 
 
 _DEFAULTS: Settings = {
@@ -154,16 +142,11 @@ def _starcoder2(settings: Settings) -> Recipe:
     return {**_biased({**settings, **biases}, "ungated_gelu"), **windows_of_all_layers(settings)}
 
 
-def _starcoder2_tensors(config: ModelConfig) -> TensorSpecs:
-    return renamed(decoder_tensors(config), {"mlp.up_proj.": "mlp.c_fc.", "mlp.down_proj.": "mlp.c_proj."})
-
-
 def _stablelm(settings: Settings) -> Recipe:
     own = _biased(settings, is_parallel=flag(settings, "use_parallel_residual"))
-    hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
     return {
         **own, **_head_norms(settings, "qk_layernorm"), "qkv_bias": flag(settings, "use_qkv_bias"), "o_bias": False,
-        "head_dim": hidden // max(heads, 1),
+        "head_dim": even_head_dim(settings),
     }  # fmt: skip
 
 
@@ -183,21 +166,11 @@ def _phi(settings: Settings) -> Recipe:
     return {**own, "has_head_bias": True}
 
 
-def _phi_tensors(config: ModelConfig) -> TensorSpecs:
-    names = {
-        "mlp.up_proj.": "mlp.fc1.", "mlp.down_proj.": "mlp.fc2.", "self_attn.o_proj.": "self_attn.dense.",
-        "model.norm.": "model.final_layernorm.",
-    }  # fmt: skip
-    return renamed(decoder_tensors(config), names)
-
-
 def _phimoe_settings(settings: Settings) -> Settings:
     """Longrope has its scales of cosines and sines by other names."""
-    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope = settings.get(name)
-    if not isinstance(rope, dict) or "short_mscale" not in rope:
-        return settings
-    return {**settings, name: {**rope, "attention_factor": rope["short_mscale"]}}
+    return with_changed_rope(
+        settings, lambda rope: {**rope, "attention_factor": rope["short_mscale"]} if "short_mscale" in rope else rope
+    )
 
 
 def _phimoe(settings: Settings) -> Recipe:
@@ -211,7 +184,7 @@ def _phimoe(settings: Settings) -> Recipe:
 
 def _phimoe_refusals(settings: Settings) -> list[str]:
     rope = rope_settings(settings)
-    kind, short = rope.get("rope_type") or rope.get("type") or "default", rope.get("short_mscale")
+    kind, short = rope["rope_type"], rope.get("short_mscale")
     reasons = [] if kind in ("default", "longrope") else [f"rope {kind} is not supported for this architecture"]
     if kind == "longrope" and (short is None or short != rope.get("long_mscale")):
         reasons.append(f"long_mscale is {rope.get('long_mscale')!r} and short_mscale {short!r}; they must be equal")
@@ -229,7 +202,7 @@ STARCODER2 = Family(
     refusals=lambda settings: other_values(settings, {"hidden_act": "gelu_pytorch_tanh"}),
     has_windows=True,
     has_own_activation=True,
-    tensors=_starcoder2_tensors,
+    tensors=named({"mlp.up_proj.": "mlp.c_fc.", "mlp.down_proj.": "mlp.c_proj."}),
 )  # fmt: skip
 STABLELM = Family(
     defaults={**_BIASED, "eos_token_id": 0, "num_key_value_heads": 32, "partial_rotary_factor": 0.25},
@@ -248,7 +221,10 @@ PHI = Family(
     refusals=lambda settings: other_values(settings, {"qk_layernorm": False, "hidden_act": "gelu_new"}),
     is_partly_rotated=True,
     has_own_activation=True,
-    tensors=_phi_tensors,
+    tensors=named({
+        "mlp.up_proj.": "mlp.fc1.", "mlp.down_proj.": "mlp.fc2.", "self_attn.o_proj.": "self_attn.dense.",
+        "model.norm.": "model.final_layernorm.",
+    }),
 )  # fmt: skip
 NEMOTRON = Family(
     defaults={

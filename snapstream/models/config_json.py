@@ -192,7 +192,7 @@ def parse_rope(settings: Mapping[str, Any], max_position: int, *, is_partial: bo
     ``is_partial``: partial_rotary_factor applies to the architecture.
     """
     values = rope_settings(settings)
-    kind = str(values.get("rope_type") or values.get("type") or "default")
+    kind = values["rope_type"]
     _refuse_unsupported(values, kind, is_partial)
     rope = _parse_kind(settings, values, max_position, kind)
     if not is_partial or kind == "proportional":
@@ -245,12 +245,12 @@ def stretched_max_position(rope: RopeConfig, max_position: int) -> int:
 
 
 def rope_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings in either spelling as one flat dict; the rope dict overrides the top level."""
+    """RoPE settings in either spelling as one flat dict with a ``rope_type``; the rope dict overrides the top level."""
     inner = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(inner, dict) or any(isinstance(value, dict) for value in inner.values()):
         raise ValueError(f"rope settings that differ by layer type are not supported: {inner!r}")
     outer = {name: settings[name] for name in ("rope_theta", "partial_rotary_factor") if name in settings}
-    return {**outer, **inner}
+    return {**outer, **inner, "rope_type": str(inner.get("rope_type") or inner.get("type") or "default")}
 
 
 def _refuse_unsupported(values: Mapping[str, Any], kind: str, is_partial: bool) -> None:

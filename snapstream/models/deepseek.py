@@ -17,11 +17,11 @@ from snapstream.models.config_json import Settings, flag, parse_rope, rope_setti
 from snapstream.models.family import (
     Family,
     Recipe,
-    layer_kind_refusals,
     num_dense,
     num_mtp_layers,
     read_experts,
     read_sigmoid_moe,
+    unbuilt,
 )
 
 _LATENTS: Settings = {
@@ -65,18 +65,9 @@ def deepseek_v3(settings: Settings) -> Recipe:
     return {**_read_latent(settings), "moe": _experts(settings, read_sigmoid_moe)}
 
 
-def latents_by_layer(settings: Settings) -> Recipe:
-    """DeepSeek-V3 whose ``mlp_layer_types`` say which layers have experts."""
-    return deepseek_v3({**settings, "first_k_dense_replace": num_dense(settings)})
-
-
-def latents_by_layer_refusals(settings: Settings) -> list[str]:
-    return [*deepseek_v3_refusals(settings), *layer_kind_refusals(settings)]
-
-
 def _sparse(settings: Settings) -> Recipe:
     """Sparse attention (DeepSeek-V3.2): an indexer chooses ``index_topk`` tokens for a query. It is left out."""
-    recipe = latents_by_layer({**settings, "rope_interleave": True})
+    recipe = deepseek_v3({**settings, "rope_interleave": True})
     return {**recipe, "index_topk": whole_number(settings, "index_topk")}
 
 
@@ -85,7 +76,7 @@ def with_indexer(defaults: Settings) -> Family:
     return Family(
         defaults={"index_topk": 2048, **defaults},
         recipe=_sparse,
-        refusals=latents_by_layer_refusals,
+        refusals=deepseek_v3_refusals,
         other_layer_types=("indexed_attention", "deepseek_sparse_attention"),  # of transformers, and of older ones
         has_experts=True,
         skipped=(".indexer.",),
@@ -94,18 +85,8 @@ def with_indexer(defaults: Settings) -> Family:
 
 def _axk1(settings: Settings) -> Recipe:
     """DeepSeek-V3 with a norm of what experts add."""
-    recipe = latents_by_layer(settings)
+    recipe = deepseek_v3(settings)
     return recipe if recipe["moe"] is None else {**recipe, "norms": LayerNorms(after_mlp="post_mlp_layernorm")}
-
-
-def _axk1_refusals(settings: Settings) -> list[str]:
-    """``topk_method`` says whether there are corrections, as the files do; groups have the score of DeepSeek-V3."""
-    return latents_by_layer_refusals({**settings, "topk_method": None})
-
-
-def _youtu(settings: Settings) -> Recipe:
-    """DeepSeek-V3 without experts."""
-    return {**_read_latent(settings), "num_mtp_layers": 0, "moe": None}
 
 
 def _deepseek_v2(settings: Settings) -> Recipe:
@@ -115,8 +96,7 @@ def _deepseek_v2(settings: Settings) -> Recipe:
 
 def _experts(settings: Settings, read: Callable[[Settings], MoEConfig]) -> MoEConfig | None:
     """The experts; None if no layer has any."""
-    num_first = whole_number(settings, "first_k_dense_replace")
-    return None if num_first >= whole_number(settings, "num_hidden_layers") else read(settings)
+    return None if num_dense(settings) >= whole_number(settings, "num_hidden_layers") else read(settings)
 
 
 def _softmax_scale(settings: Settings, query_dim: int) -> float:
@@ -135,10 +115,8 @@ def deepseek_v3_refusals(settings: Settings) -> list[str]:
 
 def _deepseek_v2_refusals(settings: Settings) -> list[str]:
     """Why a model of latents with softmax routing would not be computed faithfully."""
-    reasons = latent_refusals(settings) + routing_refusals(settings, "softmax", ("greedy", "group_limited_greedy"))
-    if flag(settings, "norm_topk_prob"):
-        reasons.append("norm_topk_prob is true; no published model of this architecture normalises, so it is not built")
-    return reasons
+    routing = routing_refusals(settings, "softmax", ("greedy", "group_limited_greedy"))
+    return [*latent_refusals(settings), *routing, *unbuilt(settings, "norm_topk_prob")]
 
 
 def _read_softmax_moe(settings: Settings) -> MoEConfig:
@@ -164,11 +142,8 @@ def routing_refusals(settings: Settings, scoring: str, methods: tuple[str, ...])
 
 def latent_refusals(settings: Settings) -> list[str]:
     """Why latent attention would not be computed faithfully."""
-    reasons = []
-    if flag(settings, "attention_bias"):
-        reasons.append("attention_bias is true; no published model of this architecture has it, so it is not built")
-    rope = rope_settings(settings)
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+    reasons, rope = unbuilt(settings, "attention_bias"), rope_settings(settings)
+    kind = rope["rope_type"]
     if rope.get("mscale_all_dim") and kind not in ("default", "yarn"):
         reasons.append(f"rope type {kind!r} with mscale_all_dim is not supported; only yarn has it")
     return reasons
@@ -180,7 +155,7 @@ KIMI_K25 = replace(DEEPSEEK_V3, is_text_part=True)
 DEEPSEEK_V32 = with_indexer(V3_DEFAULTS)
 YOUTU = Family(
     defaults={**_LATENTS, "bos_token_id": 128000, "eos_token_id": 128001, "tie_word_embeddings": True},
-    recipe=_youtu,
+    recipe=lambda settings: {**_read_latent(settings), "num_mtp_layers": 0},  # without experts
     refusals=latent_refusals,
 )
 AXK1 = Family(
@@ -189,7 +164,8 @@ AXK1 = Family(
         "n_routed_experts": 192,
     },
     recipe=_axk1,
-    refusals=_axk1_refusals,
+    # topk_method says whether there are corrections, as the files do; groups have the score of DeepSeek-V3.
+    refusals=lambda settings: deepseek_v3_refusals({**settings, "topk_method": None}),
     has_experts=True,
     may_lack_corrections=True,
 )  # fmt: skip

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import LayerNorms, Mamba2, Multipliers
-from snapstream.models.config_json import Settings, flag, number, whole_number
-from snapstream.models.family import Family, Recipe, num_layers
-from snapstream.models.granite import mamba_tensors
-from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
+from snapstream.models.config_json import Settings, flag, number
+from snapstream.models.family import Family, Recipe, num_layers, unbuilt
+from snapstream.models.granite import MAMBA_DEFAULTS, bamba_tensors, mamba2, step_refusals
+from snapstream.models.tensors import TensorSpecs
 
 HYBRID = "hybrid"
-NAMES = {"mlp.": "feed_forward.", "model.norm.": "model.final_layernorm."}
 
 
 def _numbers(settings: Settings, name: str, count: int) -> tuple[float, ...]:
@@ -27,20 +25,9 @@ def _numbers(settings: Settings, name: str, count: int) -> tuple[float, ...]:
 
 
 def _mamba2(settings: Settings) -> Mamba2:
-    heads = whole_number(settings, "mamba_n_heads")
-    if settings.get("mamba_d_ssm") is None:
-        inner = whole_number(settings, "mamba_expand") * whole_number(settings, "hidden_size")
-    else:
-        inner = whole_number(settings, "mamba_d_ssm")
-    head_dim = settings["mamba_d_head"]
-    head_dim = inner // max(heads, 1) if head_dim in (None, "auto") else whole_number(settings, "mamba_d_head")
-    if heads * head_dim != inner:
-        raise ValueError(f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not mamba_d_ssm ({inner})")
     scale = number(settings, "ssm_in_multiplier", above=0.0)
-    return Mamba2(
-        heads=heads, head_dim=head_dim, groups=whole_number(settings, "mamba_n_groups"),
-        state_dim=whole_number(settings, "mamba_d_state"), kernel=whole_number(settings, "mamba_d_conv"),
-        has_conv_bias=flag(settings, "mamba_conv_bias"), has_norm=flag(settings, "mamba_rms_norm"),
+    return replace(
+        mamba2(settings), has_norm=flag(settings, "mamba_rms_norm"),
         in_multipliers=tuple(scale * own for own in _numbers(settings, "ssm_multipliers", 5)),
     )  # fmt: skip
 
@@ -62,36 +49,28 @@ def _recipe(settings: Settings) -> Recipe:
 
 
 def _refusals(settings: Settings) -> list[str]:
-    reasons = [
-        f"{name} is true; no published model of this architecture has it, so it is not built"
-        for name in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
-        if flag(settings, name)
-    ]
+    reasons = unbuilt(settings, "attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
+    reasons += step_refusals(settings)
     if flag(settings, "mamba_rms_norm") and flag(settings, "mamba_norm_before_gate"):
         reasons.append("mamba_norm_before_gate is true; only norms behind the gate are supported")
     kinds = settings.get("layer_types")
     if kinds is not None and set(kinds) != {HYBRID}:
         reasons.append(f"layer_types is {kinds!r}; all layers must be {HYBRID!r}")
-    limit = settings.get("time_step_limit")
-    own = list(limit) if isinstance(limit, tuple) else limit
-    if own not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
-        reasons.append(f"time_step_limit is {limit!r}; only [0, Infinity] is supported")
     return reasons
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
     """The multiplier of gates is part of the norm before the MLP."""
-    specs = {**decoder_tensors(config), **mamba_tensors(config, "mamba")}
+    specs = bamba_tensors(config)
     post = replace(specs["post_norm"], factor=config.multipliers.mlp_gate, dtype="float32")
-    return renamed({**specs, "post_norm": post}, NAMES)
+    return {**specs, "post_norm": post}
 
 
 FALCON_H1 = Family(
     defaults={
-        "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "bos_token_id": 1, "embedding_multiplier": 1.0,
-        "eos_token_id": 2, "key_multiplier": 1.0, "lm_head_multiplier": 1.0, "mamba_conv_bias": True, "mamba_d_conv": 4,
-        "mamba_d_head": "auto", "mamba_d_ssm": 1024, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1,
-        "mamba_n_heads": 128, "mamba_norm_before_gate": True, "mamba_rms_norm": False, "num_key_value_heads": 8,
+        **MAMBA_DEFAULTS, "attention_in_multiplier": 1.0, "attention_out_multiplier": 1.0, "bos_token_id": 1,
+        "embedding_multiplier": 1.0, "eos_token_id": 2, "key_multiplier": 1.0, "lm_head_multiplier": 1.0,
+        "mamba_d_ssm": 1024, "mamba_norm_before_gate": True, "mamba_rms_norm": False, "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5, "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
     },
     recipe=_recipe,

@@ -14,10 +14,13 @@ from functools import partial
 from typing import Any
 
 from snapstream.config import DType, KVDType, ModelConfig
-from snapstream.config.model import MAX_DIM, LayerClamps, MoEConfig, SwiGLUClamp
+from snapstream.config.model import MAX_DIM, LayerClamps, MoEConfig, Recurrent, SwiGLUClamp
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors
+
+LINEAR, ATTENTION, WINDOW = "linear_attention", "full_attention", "sliding_attention"  # of layer_types
+
 
 # The parts of a layer, and sizes that a family's config.json names differently: fields of ``ModelConfig``. A layer is
 # attention with RoPE, and a gated MLP or experts, with an RMSNorm before or after each or both, or with ``mlp_layers``
@@ -43,7 +46,7 @@ def windows_by_type(settings: Settings, is_sliding: Callable[[int], bool]) -> Re
     if window is None:
         return {}
     layers = range(num_layers(settings))
-    has = [is_sliding(layer) if types is None else types[layer] == "sliding_attention" for layer in layers]
+    has = [is_sliding(layer) if types is None else types[layer] == WINDOW for layer in layers]
     return {"windows": tuple(window if is_windowed else None for is_windowed in has)} if any(has) else {}
 
 
@@ -60,9 +63,29 @@ def ropes_by_kind(
     max_position = whole_number(settings, "max_position_embeddings")
     own, others = (
         parse_rope({**default, "rope_parameters": by_kind.get(kind)}, max_position, is_partial=is_partial)
-        for kind, default in (("sliding_attention", window), ("full_attention", full))
+        for kind, default in ((WINDOW, window), (ATTENTION, full))
     )  # fmt: skip
     return {**windows, "rope": others, "window_rope": own if windows else None}
+
+
+def windows_alone_rotated(settings: Settings, is_sliding: Callable[[int], bool]) -> Recipe:
+    """``windows_by_type``; layers without a window have no rotary embedding."""
+    windows = windows_by_type(settings, is_sliding)
+    has = windows.get("windows", (None,) * num_layers(settings))
+    return {**windows, "rotated_layers": tuple(window is not None for window in has)}
+
+
+def layers_of(settings: Settings, *kinds: str) -> tuple[int, ...]:
+    """The layers that layer_types says are of one of these kinds."""
+    return tuple(index for index, kind in enumerate(settings["layer_types"]) if kind in kinds)
+
+
+def with_recurrence(
+    settings: Settings, recipe: Recipe, read: Callable[[Settings], Recurrent], kind: str = LINEAR
+) -> Recipe:
+    """``recipe``, with what ``read`` finds in the layers of a kind, if there are any."""
+    layers = layers_of(settings, kind)
+    return {**recipe, "recurrent": read(settings), "recurrent_layers": layers} if layers else recipe
 
 
 def refuse_absent_window(settings: Settings) -> list[str]:
@@ -83,6 +106,21 @@ def other_values(settings: Settings, known: Settings) -> list[str]:
     ]
 
 
+def unbuilt(settings: Settings, *names: str) -> list[str]:
+    """Refusals of parts that only config classes know."""
+    return [
+        f"{name} is true; no published model of this architecture has it, so it is not built"
+        for name in names
+        if flag(settings, name)
+    ]
+
+
+def below_one(settings: Settings, *names: str) -> list[str]:
+    """Refusals of numbers of layers or tokens, such as the length of a pattern."""
+    found = {name: whole_number(settings, name) for name in names}
+    return [f"{name} is {value}; it must be >= 1" for name, value in found.items() if value < 1]
+
+
 def refuse_clipping(settings: Settings) -> list[str]:
     """Refusals of families whose config classes have clip_qkv."""
     limit = settings.get("clip_qkv")
@@ -99,9 +137,32 @@ def sliding_window(settings: Settings) -> int | None:
     return window
 
 
+def even_head_dim(settings: Settings) -> int:
+    """Of heads that together have hidden_size numbers."""
+    return whole_number(settings, "hidden_size") // max(whole_number(settings, "num_attention_heads"), 1)
+
+
 def num_layers(settings: Settings) -> int:
     """Of a config.json; a bounded number, for lists of layers."""
     return min(whole_number(settings, "num_hidden_layers"), MAX_DIM + 1)  # more are refused later
+
+
+def filled(settings: Settings, **own: Any) -> dict[str, Any]:
+    """``settings`` with these fields where they are absent or null."""
+    return {**settings, **{name: value for name, value in own.items() if settings.get(name) is None}}
+
+
+def with_default_rope(settings: Settings, **rope: Any) -> Settings:
+    """``settings`` with the rope that a config class takes where there is none, whatever rope_theta says."""
+    has_rope = settings.get("rope_parameters") is not None or settings.get("rope_scaling") is not None
+    return settings if has_rope else {**settings, "rope_parameters": rope}
+
+
+def with_changed_rope(settings: Settings, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Settings:
+    """``settings`` whose rope settings, in either spelling, are what ``change`` makes of them."""
+    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
+    rope = settings.get(name)
+    return {**settings, name: change(rope)} if isinstance(rope, dict) else settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +184,7 @@ class Family:
     other_layer_types: tuple[str, ...] = ()  # of layer_types, that the recipe supports beside attention
     is_partly_rotated: bool = False  # partial_rotary_factor applies
     is_text_part: bool = False  # settings are in text_config; checkpoints also have towers for images
-    text_parts: Mapping[str, Family] = field(default_factory=dict)  # whose defaults count, by model_type of text_config
+    text_parts: Mapping[str, Family] = field(default_factory=dict)  # the only ones, by model_type of text_config
     has_rope_by_kind: bool = False  # the recipe reads the rope settings, which differ by kind of layers
     has_own_activation: bool = False  # the recipe reads or refuses it; hidden_act does not count
     is_interleaved: bool = False  # checkpoints rotate the pairs (0, 1), (2, 3) ... of a head, not its halves
@@ -141,11 +202,15 @@ class Family:
                 raise ValueError(f"text_config is {inner!r}; it must be an object of settings")
             is_tied = settings.get("tie_word_embeddings") is True
             settings = {**settings, **inner, **({"tie_word_embeddings": True} if is_tied else {})}
-        own = self.text_parts.get(str(settings.get("model_type")), self)
+        own = self.part_of(settings)
         defaults = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, **own.defaults}
         if settings.get("rope_parameters") is not None:  # the other spelling of one dict
             defaults.pop("rope_scaling", None)
         return own.rewrite({**defaults, **settings})
+
+    def part_of(self, settings: Settings) -> Family:
+        """The one whose defaults, recipe and refusals count, by its ``text_parts``."""
+        return self.text_parts.get(str(settings.get("model_type")), self)
 
 
 # Sigmoid scores with a correction of the choice; the weights of the chosen experts add up to 1.
@@ -169,7 +234,7 @@ def read_experts(settings: Settings, num_experts: str = "num_experts", **fields:
 def read_sigmoid_moe(settings: Settings) -> MoEConfig:
     """DeepSeek-V3's routing: sigmoid scores, a correction of the choice, groups, shared experts."""
     return read_experts(
-        settings, "n_routed_experts", num_shared="n_shared_experts", first_dense="first_k_dense_replace",
+        settings, "n_routed_experts", num_shared="n_shared_experts", first_dense=num_dense(settings),
         scoring="sigmoid", num_groups="n_group", top_groups="topk_group", group_score="top2",
         normalise="norm_topk_prob", scale="routed_scaling_factor", has_bias=True,
     )  # fmt: skip

@@ -17,28 +17,34 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import AltUp, HeadSizes, LayerNorms, Multipliers
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
+    ATTENTION,
+    WINDOW,
     Family,
     Recipe,
     attention_biases,
+    below_one,
     cap_of,
+    filled,
+    layers_of,
     num_layers,
     other_values,
     read_experts,
     refuse_absent_window,
     ropes_by_kind,
+    unbuilt,
     windows_by_type,
 )
 from snapstream.models.tensors import (
-    TensorSpec,
     TensorSpecs,
     decoder_tensors,
+    in_fp32,
     norm,
     renamed,
-    vector,
     with_gates_apart,
     without_norm_weights,
 )
 
+_GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 _NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )
@@ -79,12 +85,12 @@ def _gemma3_ropes(settings: Settings, windows: Recipe) -> Recipe:
 
 def _gemma3n_settings(settings: Settings) -> Settings:
     """Layer types, sparsities and inner sizes as transformers completes them; one inner size of all layers."""
-    count, inner, found = num_layers(settings), settings["intermediate_size"], dict(settings)
-    if settings.get("layer_types") is None:
-        found["layer_types"] = [f"{'sliding' if (layer + 1) % 5 else 'full'}_attention" for layer in range(count)]
-    if settings.get("activation_sparsity_pattern") is None:
-        num_sparse = 10 if count > 10 else 0
-        found["activation_sparsity_pattern"] = [0.95] * num_sparse + [0.0] * (count - num_sparse)
+    count, inner = num_layers(settings), settings["intermediate_size"]
+    num_sparse = 10 if count > 10 else 0
+    found = filled(
+        settings, layer_types=[WINDOW if (layer + 1) % 5 else ATTENTION for layer in range(count)],
+        activation_sparsity_pattern=[0.95] * num_sparse + [0.0] * (count - num_sparse),
+    )  # fmt: skip
     if isinstance(inner, list) and len(inner) == count and inner.count(inner[0]) == count:
         found["intermediate_size"] = inner[0]
     return found
@@ -124,21 +130,16 @@ def _gemma3n_refusals(settings: Settings) -> list[str]:
     inner, reasons = settings["intermediate_size"], refuse_absent_window(settings)
     if isinstance(inner, list):
         reasons.append(f"intermediate_size is {str(inner)[:200]}; it must be one size, or an equal one for each layer")
-    return reasons + [
-        f"{name} is {settings[name]!r}; only {value!r} is supported for Gemma 3n"
-        for name, value in expected.items()
-        if settings[name] != value
-    ]
+    return reasons + other_values(settings, expected)
 
 
 def _gemma4_settings(settings: Settings) -> Settings:
     """Without layer_types every sixth layer has no window; the last one never has."""
-    count, given = num_layers(settings), settings.get("layer_types")
-    if given is None:
-        given = ["full_attention" if (layer + 1) % 6 == 0 else "sliding_attention" for layer in range(count)]
-    if isinstance(given, list) and given:
-        given = [*given[:-1], "full_attention"]
-    return {**settings, "layer_types": given}
+    types = [WINDOW if (layer + 1) % 6 else ATTENTION for layer in range(num_layers(settings))]
+    found = filled(settings, layer_types=types)
+    if isinstance(given := found["layer_types"], list) and given:
+        found["layer_types"] = [*given[:-1], ATTENTION]
+    return found
 
 
 def _full_heads(settings: Settings) -> HeadSizes:
@@ -152,7 +153,7 @@ def _full_heads(settings: Settings) -> HeadSizes:
             heads if own is None else whole_number(settings, "num_global_key_value_heads"),
             whole_number(settings, "global_head_dim"),
         )
-    full = {layer for layer, kind in enumerate(settings["layer_types"]) if kind == "full_attention"}
+    full = set(layers_of(settings, ATTENTION))
     overrides = list(given.values()) if isinstance(given, dict) else []
     own = overrides[0] if overrides and all(isinstance(one, dict) for one in overrides) else {}
     known = {"head_dim", "num_key_value_heads"}
@@ -201,16 +202,10 @@ def _gemma4(settings: Settings) -> Recipe:
 
 
 def _gemma4_refusals(settings: Settings) -> list[str]:
-    reasons = refuse_absent_window(settings)
-    if settings.get("use_bidirectional_attention") not in (None, False, "vision"):
-        reasons.append(
-            f"use_bidirectional_attention is {settings['use_bidirectional_attention']!r}; only causal attention is "
-            "supported"
-        )
-    if (activation := settings.get("hidden_activation")) != "gelu_pytorch_tanh":
-        reasons.append(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported for Gemma 4")
-    if flag(settings, "attention_bias"):
-        reasons.append("attention_bias is true; no published model of this architecture has it, so it is not built")
+    kind, reasons = settings.get("use_bidirectional_attention"), refuse_absent_window(settings)
+    if kind not in (None, False, "vision"):
+        reasons.append(f"use_bidirectional_attention is {kind!r}; only causal attention is supported")
+    reasons += other_values(settings, _GELU) + unbuilt(settings, "attention_bias")
     own, vocab = settings.get("vocab_size_per_layer_input"), settings.get("vocab_size")
     if settings.get("hidden_size_per_layer_input") and own != vocab:
         reasons.append(f"vocab_size_per_layer_input is {own!r}; it must be vocab_size ({vocab!r})")
@@ -229,10 +224,8 @@ def _gemma4_tensors(config: ModelConfig) -> TensorSpecs:
         "mlp_part_norm": norm(config, hidden, "post_feedforward_layernorm_1.weight"),
         "experts_norm": norm(config, hidden, "pre_feedforward_layernorm_2.weight"),
         "experts_part_norm": norm(config, hidden, "post_feedforward_layernorm_2.weight"),
-        "router_scale": replace(vector(hidden, "router.scale"), dtype="float32"),
-        "expert_scale": TensorSpec(
-            shape=(config.moe.num_experts,), parts={"router.per_expert_scale": ()}, is_matrix=False, dtype="float32"
-        ),
+        "router_scale": in_fp32("router.scale", hidden),
+        "expert_scale": in_fp32("router.per_expert_scale", config.moe.num_experts),
     }
 
 
@@ -260,9 +253,7 @@ def _gemma2_refusals(settings: Settings) -> list[str]:
     reasons = refuse_absent_window(settings)
     if flag(settings, "use_bidirectional_attention"):
         reasons.append("use_bidirectional_attention is true; only causal attention is supported")
-    if (activation := settings.get("hidden_activation")) != "gelu_pytorch_tanh":
-        reasons.append(f"hidden_activation is {activation!r}; only 'gelu_pytorch_tanh' is supported for Gemma 2 and 3")
-    return reasons
+    return reasons + other_values(settings, _GELU)
 
 
 def _gemma3_refusals(settings: Settings) -> list[str]:
@@ -270,21 +261,16 @@ def _gemma3_refusals(settings: Settings) -> list[str]:
         f"{name} is {settings[name]!r}; only models without soft caps are supported (as Gemma 3)"
         for name in ("attn_logit_softcapping", "final_logit_softcapping")
         if settings.get(name) is not None
-    ] + _gemma2_refusals(settings)
-    if whole_number(settings, "sliding_window_pattern") < 1:
-        reasons.append(f"sliding_window_pattern is {settings['sliding_window_pattern']}; it must be >= 1")
-    return reasons
+    ]
+    return reasons + _gemma2_refusals(settings) + below_one(settings, "sliding_window_pattern")
 
 
 def _muse_settings(settings: Settings) -> Settings:
     """Unless the file says otherwise every fourth layer, from the last, has full attention and is not rotated."""
     count, theta = num_layers(settings), rope_settings(settings)["rope_theta"]
     full = [(count - 1 - layer) % 4 == 0 for layer in range(count)]
-    found = {
-        "layer_types": ["full_attention" if own else "sliding_attention" for own in full],
-        "layer_rope_theta": [0 if own else theta for own in full],
-    }
-    return {**settings, **{name: own for name, own in found.items() if settings.get(name) is None}}
+    types, thetas = [ATTENTION if own else WINDOW for own in full], [0 if own else theta for own in full]
+    return filled(settings, layer_types=types, layer_rope_theta=thetas)
 
 
 def _muse(settings: Settings) -> Recipe:
@@ -399,8 +385,6 @@ GEMMA3N = Family(
     has_own_activation=True,
     has_rope_by_kind=True,
 )  # fmt: skip
-# With towers for images and sound, of which the text part is loaded.
-GEMMA3N_TEXT_PART = replace(GEMMA3N, is_text_part=True)
 GEMMA4 = Family(
     defaults={
         "bos_token_id": 2, "eos_token_id": 1, "global_head_dim": 512, "head_dim": 256,
@@ -426,8 +410,6 @@ GEMMA4 = Family(
     has_rope_by_kind=True,
     tensors=_gemma4_tensors,
 )  # fmt: skip
-# With towers for images and sound, of which the text part is loaded.
-GEMMA4_TEXT_PART = replace(GEMMA4, is_text_part=True)
 # The same without experts and embeddings for each layer.
 GEMMA4_UNIFIED = replace(
     GEMMA4,
@@ -435,7 +417,6 @@ GEMMA4_UNIFIED = replace(
         **GEMMA4.defaults, "hidden_size_per_layer_input": 0, "max_position_embeddings": 262144, "sliding_window": 1024,
     },
 )  # fmt: skip
-GEMMA4_UNIFIED_TEXT_PART = replace(GEMMA4_UNIFIED, is_text_part=True)
 
 FAMILIES = {
     "GemmaForCausalLM": GEMMA,
@@ -444,10 +425,10 @@ FAMILIES = {
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_TEXT_PART,
     "Gemma3nForCausalLM": GEMMA3N,
-    "Gemma3nForConditionalGeneration": GEMMA3N_TEXT_PART,
+    "Gemma3nForConditionalGeneration": replace(GEMMA3N, is_text_part=True),  # beside towers for images and sound
     "Gemma4ForCausalLM": GEMMA4,
-    "Gemma4ForConditionalGeneration": GEMMA4_TEXT_PART,
+    "Gemma4ForConditionalGeneration": replace(GEMMA4, is_text_part=True),
     "Gemma4UnifiedForCausalLM": GEMMA4_UNIFIED,
-    "Gemma4UnifiedForConditionalGeneration": GEMMA4_UNIFIED_TEXT_PART,
+    "Gemma4UnifiedForConditionalGeneration": replace(GEMMA4_UNIFIED, is_text_part=True),
     "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
 }

@@ -8,12 +8,7 @@ from dataclasses import replace
 
 from snapstream.config.model import LayerNorms
 from snapstream.models.config_json import Settings, flag
-from snapstream.models.deepseek import (
-    V3_DEFAULTS,
-    latents_by_layer,
-    latents_by_layer_refusals,
-    with_indexer,
-)
+from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals, with_indexer
 from snapstream.models.family import Family, Recipe, num_mtp_layers, other_values, read_sigmoid_moe
 from snapstream.models.qwen import without_mrope
 
@@ -38,22 +33,13 @@ def _glm(settings: Settings) -> Recipe:
     return {"qkv_bias": flag(settings, "attention_bias"), "has_fused_gate_up": True}  # none of o
 
 
-def _glm4_moe(settings: Settings) -> Recipe:
-    return {
-        "moe": read_sigmoid_moe(settings),
-        "num_mtp_layers": num_mtp_layers(settings),
-        "qkv_bias": flag(settings, "attention_bias"),  # none of o
-        "qk_norm": flag(settings, "use_qk_norm"),
-    }
-
-
 def _solar(settings: Settings) -> Recipe:
     return {"moe": read_sigmoid_moe(settings), "qkv_bias": flag(settings, "attention_bias")}  # none of o
 
 
-def _solar_refusals(settings: Settings) -> list[str]:
-    """Fields that transformers does not read and that would change the model."""
-    return other_values(settings, {"first_k_dense_replace": 0, "use_qk_norm": False})
+def _glm4_moe(settings: Settings) -> Recipe:
+    has_norms = flag(settings, "use_qk_norm")
+    return {**_solar(settings), "num_mtp_layers": num_mtp_layers(settings), "qk_norm": has_norms}
 
 
 GLM = Family(
@@ -81,9 +67,7 @@ GLM4V_MOE = replace(
     rewrite=without_mrope,
     is_text_part=True,
 )
-GLM4_MOE_LITE = Family(
-    defaults=_LITE_DEFAULTS, recipe=latents_by_layer, refusals=latents_by_layer_refusals, has_experts=True
-)
+GLM4_MOE_LITE = Family(defaults=_LITE_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)
 GLM_MOE_DSA = with_indexer({
     **V3_DEFAULTS, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1,
     "topk_group": 1,
@@ -94,7 +78,8 @@ SOLAR_OPEN = Family(
         "moe_intermediate_size": 1280, "partial_rotary_factor": 1.0, "rope_theta": 1_000_000.0,
     },
     recipe=_solar,
-    refusals=_solar_refusals,
+    # Fields that transformers does not read and that would change the model.
+    refusals=lambda settings: other_values(settings, {"first_k_dense_replace": 0, "use_qk_norm": False}),
     has_experts=True,
 )  # fmt: skip
 

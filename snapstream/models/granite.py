@@ -7,22 +7,27 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.model import LayerNorms, Mamba2, MoEConfig, Multipliers
 from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
 from snapstream.models.family import (
+    ATTENTION,
+    LINEAR,
     Family,
     Recipe,
     attention_biases,
+    even_head_dim,
+    filled,
     num_layers,
     refuse_absent_window,
     windows_by_type,
+    with_recurrence,
 )
-from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
+from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, in_fp32, renamed, vector
 
-MAMBA, ATTENTION = "linear_attention", "full_attention"
-TYPES = {"mamba": MAMBA, "attention": ATTENTION}  # as published files spell them
+TYPES = {"mamba": LINEAR, "attention": ATTENTION}  # as published files spell them
 NAMES = {
     "mlp.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
     "mlp.experts.down_proj": "block_sparse_moe.output_linear.weight",
@@ -35,13 +40,11 @@ NAMES = {
 
 def _multipliers(settings: Settings) -> Recipe:
     """``attention_multiplier`` takes the place of 1 / sqrt(E)."""
-    heads = whole_number(settings, "num_attention_heads")
-    head_dim = whole_number(settings, "head_dim", whole_number(settings, "hidden_size") // max(heads, 1))
     of = partial(number, settings, above=0.0)
     multipliers = Multipliers(
         embedding=of("embedding_multiplier"),
         residual=of("residual_multiplier"),
-        attention=of("attention_multiplier") * math.sqrt(head_dim),
+        attention=of("attention_multiplier") * math.sqrt(whole_number(settings, "head_dim", even_head_dim(settings))),
         logits=1.0 / of("logits_scaling"),
     )
     return {"multipliers": multipliers}
@@ -62,11 +65,8 @@ def _hyperclova(settings: Settings) -> Recipe:
 
 def _hyperclova_settings(settings: Settings) -> Settings:
     """``attention_multiplier`` is 1 / sqrt(E) unless given."""
-    if settings.get("attention_multiplier") is not None:
-        return settings
-    heads = whole_number(settings, "num_attention_heads")
-    head_dim = whole_number(settings, "head_dim", whole_number(settings, "hidden_size") // max(heads, 1))
-    return {**settings, "attention_multiplier": max(head_dim, 1) ** -0.5}
+    head_dim = whole_number(settings, "head_dim", even_head_dim(settings))
+    return filled(settings, attention_multiplier=max(head_dim, 1) ** -0.5)
 
 
 def _experts(settings: Settings) -> Recipe:
@@ -127,36 +127,48 @@ def _with_windows(settings: Settings, recipe: Recipe) -> Recipe:
 def _rewrite(settings: Settings) -> Settings:
     """Without experts the shared MLP is the only one; its size has another name."""
     found = dict(settings)
-    types = found.get("layer_types") or found.pop("layers_block_type", None) or [MAMBA] * num_layers(found)
-    if isinstance(types, list):  # other kinds are refused later
-        types = [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    found["layer_types"] = types
+    types = found.get("layer_types") or found.pop("layers_block_type", None) or [LINEAR] * num_layers(found)
+    found["layer_types"] = spelled(types)
     if not found.get("num_local_experts"):
         found["intermediate_size"] = found["shared_intermediate_size"]
     return found
 
 
+def spelled(types: Any) -> Any:
+    """Kinds of layers by their names in transformers 5; what is no list of names is refused later."""
+    if not isinstance(types, list):
+        return types
+    return [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+
+
 def _refusals(settings: Settings) -> list[str]:
-    kind, limit = settings.get("position_embedding_type"), settings.get("time_step_limit")
-    reasons = []
+    kind, reasons = settings.get("position_embedding_type"), step_refusals(settings)
     if kind not in (None, "nope", "rope"):
         reasons.append(f"position_embedding_type is {kind!r}; only 'rope' and null are supported")
-    if limit not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
-        reasons.append(f"time_step_limit is {limit!r}; only [0, Infinity] is supported")
     return reasons
 
 
-def _mamba2(settings: Settings) -> Mamba2:
-    heads, inner = (
-        whole_number(settings, "mamba_n_heads"),
-        whole_number(settings, "mamba_expand") * whole_number(settings, "hidden_size"),
-    )
+def step_refusals(settings: Settings) -> list[str]:
+    """Why the steps of Mamba-2 would not be computed faithfully: they are not cut."""
+    limit = settings.get("time_step_limit")
+    own = list(limit) if isinstance(limit, tuple) else limit
+    if own in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
+        return []
+    return [f"time_step_limit is {limit!r}; only [0, Infinity] is supported"]
+
+
+def mamba2(settings: Settings) -> Mamba2:
+    """Heads together have mamba_d_ssm numbers, or mamba_expand times D."""
+    heads, name = whole_number(settings, "mamba_n_heads"), "mamba_d_ssm"
+    if settings.get(name) is None:
+        name = "mamba_expand times D"
+        inner = whole_number(settings, "mamba_expand") * whole_number(settings, "hidden_size")
+    else:
+        inner = whole_number(settings, name)
     head_dim = settings["mamba_d_head"]
     head_dim = inner // max(heads, 1) if head_dim in (None, "auto") else whole_number(settings, "mamba_d_head")
     if heads * head_dim != inner:
-        raise ValueError(
-            f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not mamba_expand times D ({inner})"
-        )
+        raise ValueError(f"mamba_n_heads ({heads}) times mamba_d_head ({head_dim}) is not {name} ({inner})")
     return Mamba2(
         heads=heads,
         head_dim=head_dim,
@@ -172,7 +184,7 @@ def _hybrid(settings: Settings) -> Recipe:
     recipe = _moe(settings)
     if settings["position_embedding_type"] != "rope":
         recipe["rotated_layers"] = (False,) * num_layers(settings)
-    return _with_mamba(settings, recipe)
+    return with_recurrence(settings, recipe, mamba2)
 
 
 def _bamba_settings(settings: Settings) -> Settings:
@@ -180,23 +192,19 @@ def _bamba_settings(settings: Settings) -> Settings:
     indices, count = settings.get("attn_layer_indices") or [], num_layers(settings)
     if not isinstance(indices, list):
         raise ValueError(f"attn_layer_indices is {str(indices)[:200]}; it must be a list of layers")
-    types = [ATTENTION if layer in indices else MAMBA for layer in range(count)]
+    types = [ATTENTION if layer in indices else LINEAR for layer in range(count)]
     return {**settings, "layer_types": types, "partial_rotary_factor": 0.5}
 
 
 def _bamba(settings: Settings) -> Recipe:
     norms = LayerNorms(before_mlp="pre_ff_layernorm")
-    return _with_mamba(settings, {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), "norms": norms})
+    recipe = {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), "norms": norms}
+    return with_recurrence(settings, recipe, mamba2)
 
 
-def _bamba_tensors(config: ModelConfig) -> TensorSpecs:
+def bamba_tensors(config: ModelConfig) -> TensorSpecs:
     names = {"mlp.": "feed_forward.", "model.norm.": "model.final_layernorm."}
     return renamed({**decoder_tensors(config), **mamba_tensors(config, "mamba")}, names)
-
-
-def _with_mamba(settings: Settings, recipe: Recipe) -> Recipe:
-    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == MAMBA)
-    return {**recipe, "recurrent": _mamba2(settings), "recurrent_layers": layers} if layers else recipe
 
 
 def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
@@ -206,7 +214,7 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
         return {}
 
     def plain(size: int, name: str) -> TensorSpec:
-        return replace(vector(size, f"{prefix}.{name}"), dtype="float32", shard_dim=0)
+        return in_fp32(f"{prefix}.{name}", size, shard_dim=0)
 
     def cut(spec: TensorSpec, kinds: tuple[int, ...]) -> TensorSpec:
         return replace(spec, segments={name: kinds for name in spec.parts}, shard_dim=0)
@@ -216,12 +224,7 @@ def mamba_tensors(config: ModelConfig, prefix: str) -> TensorSpecs:
     projected = net.inner, *mixed, net.heads
     specs = {
         "mamba_in": cut(TensorSpec(shape=(size, hidden), parts={f"{prefix}.in_proj.weight": ()}), projected),
-        "conv_kernel": cut(
-            TensorSpec(
-                shape=(channels, 1, net.kernel), parts={f"{prefix}.conv1d.weight": ()}, is_matrix=False, dtype="float32"
-            ),
-            mixed,
-        ),
+        "conv_kernel": cut(in_fp32(f"{prefix}.conv1d.weight", channels, 1, net.kernel), mixed),
         "mamba_decay": plain(net.heads, "A_log"),
         "mamba_step": plain(net.heads, "dt_bias"),
         "mamba_skip": plain(net.heads, "D"),
@@ -244,6 +247,10 @@ def _tensors(config: ModelConfig) -> TensorSpecs:
     return renamed(specs, NAMES)
 
 
+MAMBA_DEFAULTS: Settings = {
+    "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_conv_bias": True, "mamba_proj_bias": False,
+}  # fmt: skip
 _DEFAULTS: Settings = {
     "attention_multiplier": 1.0, "bos_token_id": 1, "embedding_multiplier": 1.0, "eos_token_id": 2,
     "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_bias": False,
@@ -285,29 +292,25 @@ GRANITE_MOE_SWA = replace(
 )
 GRANITE_HYBRID = Family(
     defaults={
-        **_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2,
-        "shared_intermediate_size": 1024, "position_embedding_type": None, "mamba_n_heads": 128, "mamba_n_groups": 1,
-        "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
+        **_DEFAULTS, **MAMBA_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024, "position_embedding_type": None,
     },
     rewrite=_rewrite,
     recipe=_hybrid,
     refusals=_refusals,
     tensors=_tensors,
-    other_layer_types=(MAMBA,),
+    other_layer_types=(LINEAR,),
     has_experts=True,
 )  # fmt: skip
 BAMBA = Family(
     defaults={
-        "bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "mamba_n_heads": 128,
-        "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2,
-        "mamba_conv_bias": True, "mamba_proj_bias": False,
+        **MAMBA_DEFAULTS, "bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
     },
     rewrite=_bamba_settings,
     recipe=_bamba,
     refusals=_refusals,
-    tensors=_bamba_tensors,
-    other_layer_types=(MAMBA,),
+    tensors=bamba_tensors,
+    other_layer_types=(LINEAR,),
     is_partly_rotated=True,
 )  # fmt: skip
 

@@ -9,11 +9,20 @@ from dataclasses import replace
 from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet
 from snapstream.models.config_json import Settings, flag, number, whole_number
-from snapstream.models.deepseek import deepseek_v3, latent_refusals, latents_by_layer_refusals
-from snapstream.models.family import Family, Recipe, layer_kind_refusals, num_dense, num_layers, other_values
-from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, vector
+from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals, latent_refusals
+from snapstream.models.family import (
+    ATTENTION,
+    LINEAR,
+    Family,
+    Recipe,
+    filled,
+    num_layers,
+    other_values,
+    unbuilt,
+    with_recurrence,
+)
+from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, in_fp32, vector
 
-LINEAR, ATTENTION = "linear_attention", "full_attention"
 # Names in published files of what others name as on the right.
 FIELDS = {
     "model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group",
@@ -23,11 +32,10 @@ FIELDS = {
 NETS = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
         "short_conv_kernel_size": "linear_conv_kernel_dim"}  # fmt: skip
 DEFAULTS: Settings = {
-    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-    "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 1024, "n_shared_experts": 1,
-    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.446,
-    "rms_norm_eps": 1e-5, "bos_token_id": 163584, "eos_token_id": 163586, "linear_head_dim": 128,
-    "linear_num_heads": 32, "linear_conv_kernel_dim": 4, "num_key_value_heads": 32,
+    **V3_DEFAULTS, "q_lora_rank": None, "moe_intermediate_size": 1024, "first_k_dense_replace": 1, "n_group": 1,
+    "topk_group": 1, "routed_scaling_factor": 2.446, "rms_norm_eps": 1e-5, "bos_token_id": 163584,
+    "eos_token_id": 163586, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
+    "num_key_value_heads": 32,
 }  # fmt: skip
 
 
@@ -39,41 +47,31 @@ def _rewrite(settings: Settings) -> Settings:
         raise ValueError(f"linear_attn_config is {net!r}; it must be an object of settings")
     found |= {own: net[name] for name, own in NETS.items() if name in net}
     layers, full = range(num_layers(found)), net.get("full_attn_layers")
-    if found.get("layer_types") is None and isinstance(full, list):
-        found["layer_types"] = [ATTENTION if layer + 1 in full else LINEAR for layer in layers]
-    elif found.get("layer_types") is None:
-        found["layer_types"] = [ATTENTION if layer and layer % 4 == 0 else LINEAR for layer in layers]
+    full = [layer + 1 for layer in layers if layer and layer % 4 == 0] if not isinstance(full, list) else full
+    found = filled(found, layer_types=[ATTENTION if layer + 1 in full else LINEAR for layer in layers])
     unused = "rope_scaling", "rope_parameters", "num_nextn_predict_layers"  # nothing is rotated or predicted further
     return {**found, **dict.fromkeys(unused), "rope_theta": 10000.0, "rope_interleave": False, "num_mtp_layers": 0}
 
 
 def _refusals(settings: Settings) -> list[str]:
     known = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
-    reasons = [*latent_refusals(settings), *layer_kind_refusals(settings), *other_values(settings, known)]
-    if flag(settings, "tie_word_embeddings"):
-        reasons.append("tie_word_embeddings is true; no published model of this architecture has it")
-    return reasons
+    return [*latent_refusals(settings), *other_values(settings, known), *unbuilt(settings, "tie_word_embeddings")]
 
 
 def _recipe(settings: Settings) -> Recipe:
+    recipe = {**deepseek_v3(settings), "rotated_layers": (False,) * num_layers(settings)}
+    return with_recurrence(settings, recipe, _delta_net)
+
+
+def _delta_net(settings: Settings) -> DeltaNet:
     heads, size = whole_number(settings, "linear_num_heads"), whole_number(settings, "linear_head_dim")
     kernel = whole_number(settings, "linear_conv_kernel_dim")
-    net = DeltaNet(key_heads=heads, value_heads=heads, key_dim=size, value_dim=size, kernel=kernel, gate_rank=size)
-    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
-    recipe: Recipe = {
-        **deepseek_v3({**settings, "first_k_dense_replace": num_dense(settings)}),
-        "rotated_layers": (False,) * num_layers(settings),
-    }  # fmt: skip
-    return {**recipe, "recurrent": net, "recurrent_layers": layers} if layers else recipe
+    return DeltaNet(key_heads=heads, value_heads=heads, key_dim=size, value_dim=size, kernel=kernel, gate_rank=size)
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
     names = ExpertNames(gate="w1", up="w3", down="w2")
     return {**decoder_tensors(config, names), **_delta_tensors(config)}
-
-
-def _ling_tensors(config: ModelConfig) -> TensorSpecs:
-    return {**decoder_tensors(config), **_delta_tensors(config)}
 
 
 def _delta_tensors(config: ModelConfig) -> TensorSpecs:
@@ -98,10 +96,8 @@ def _delta_tensors(config: ModelConfig) -> TensorSpecs:
             shape=(net.channels, 1, net.kernel), is_matrix=False, dtype="float32",
             parts={f"self_attn.{name}_conv1d.weight": (cut,) for name, cut in cuts.items()},
         ),
-        "delta_decay": TensorSpec(
-            shape=decay, parts={"self_attn.A_log": ()}, is_matrix=False, dtype="float32"
-        ),
-        "delta_step": replace(vector(size, "self_attn.dt_bias"), dtype="float32"),
+        "delta_decay": in_fp32("self_attn.A_log", *decay),
+        "delta_step": in_fp32("self_attn.dt_bias", size),
         "delta_norm": vector(net.value_dim, "self_attn.o_norm.weight"),
         "delta_out": TensorSpec(shape=(hidden, size), parts={"self_attn.o_proj.weight": ()}),
     }  # fmt: skip
@@ -114,10 +110,8 @@ def _ling_settings(settings: Settings) -> Settings:
     found = {**settings, **{own: settings[name] for name, own in FIELDS.items() if settings.get(name) is not None}}
     if found.get("layer_types") is None:
         step = max(whole_number(found, "layer_group_size"), 1)
-        full = [(layer + 1) % step == 0 for layer in range(num_layers(found))]
-        found["layer_types"] = [ATTENTION if own else LINEAR for own in full]
-    if found.get("linear_head_dim") is None:
-        found["linear_head_dim"] = found["head_dim"]
+        found["layer_types"] = [LINEAR if (layer + 1) % step else ATTENTION for layer in range(num_layers(found))]
+    found = filled(found, linear_head_dim=found["head_dim"])
     sizes = {"linear_num_heads": "num_attention_heads", "linear_conv_kernel_dim": "short_conv_kernel_size"}
     return {**found, **{name: found.get(own) for name, own in sizes.items()}, "rope_interleave": True}
 
@@ -125,7 +119,7 @@ def _ling_settings(settings: Settings) -> Settings:
 def _ling_refusals(settings: Settings) -> list[str]:
     known = {"moe_router_enable_expert_bias": True, "q_lora_rank": None, "score_function": "sigmoid",
              "tie_word_embeddings": False}  # fmt: skip
-    return [*latents_by_layer_refusals(settings), *other_values(settings, known)]
+    return [*deepseek_v3_refusals(settings), *other_values(settings, known)]
 
 
 def _ling(settings: Settings) -> Recipe:
@@ -144,7 +138,8 @@ LING3 = Family(
         "moe_intermediate_size": 768, "n_group": 8, "n_routed_experts": 512, "rms_norm_eps": 1e-6,
         "rope_theta": 6_000_000.0, "routed_scaling_factor": 2.5, "short_conv_kernel_size": 4, "topk_group": 4,
     },
-    rewrite=_ling_settings, recipe=_ling, refusals=_ling_refusals, tensors=_ling_tensors,
+    rewrite=_ling_settings, recipe=_ling, refusals=_ling_refusals,
+    tensors=lambda config: {**decoder_tensors(config), **_delta_tensors(config)},
     other_layer_types=(LINEAR,), has_experts=True,
     aliases={
         ".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn.", ".word_embeddings.": ".embed_tokens.",

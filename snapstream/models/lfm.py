@@ -12,18 +12,22 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import LayerNorms, ShortConv
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import (
+    ATTENTION,
+    WINDOW,
     Family,
     Recipe,
     attention_biases,
+    filled,
     num_layers,
     read_experts,
     refuse_absent_window,
     ropes_by_kind,
     windows_by_type,
+    with_recurrence,
 )
-from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
+from snapstream.models.tensors import ExpertNames, TensorSpec, TensorSpecs, decoder_tensors, in_fp32, renamed, vector
 
-CONV, ATTENTION, WINDOW = "conv", "full_attention", "sliding_attention"
+CONV = "conv"
 # Names of other families' checkpoints, and what they are here.
 LFM3_NAMES = {
     "self_attn.g_proj.": "self_attn.gate_proj.",
@@ -43,8 +47,7 @@ NAMES = {
 
 def _rewrite(settings: Settings) -> Settings:
     """Files name some settings in two ways; the size of the MLP is to be cut to two thirds and rounded up."""
-    found = dict(settings)
-    found["rms_norm_eps"] = found.get("norm_eps", 1e-5)
+    found = {**settings, "rms_norm_eps": settings["norm_eps"]}
     for name, other in (("tie_embedding", "tie_word_embeddings"), ("block_ff_dim", "intermediate_size")):
         if name in found:
             found[other] = found.pop(name)
@@ -63,26 +66,23 @@ def _rewrite(settings: Settings) -> Settings:
 
 
 def _lfm3_settings(settings: Settings) -> Settings:
-    found = dict(settings)
-    found["rms_norm_eps"] = found.get("norm_eps", 1e-5)
-    if found.get("rope_parameters") is None:
-        share = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
-        found["rope_parameters"] = {ATTENTION: share, WINDOW: {"rope_theta": 10000.0}}
-    if found.get("layer_types") is None:
-        kinds = [WINDOW, CONV, ATTENTION, CONV]
-        found["layer_types"] = [kinds[at % 4] if at else CONV for at in range(num_layers(found))]
-    return found
+    share = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}
+    kinds = [WINDOW, CONV, ATTENTION, CONV]
+    types = [kinds[at % 4] if at else CONV for at in range(num_layers(settings))]
+    ropes = {ATTENTION: share, WINDOW: {"rope_theta": 10000.0}}
+    return {**filled(settings, rope_parameters=ropes, layer_types=types), "rms_norm_eps": settings["norm_eps"]}
 
 
 def _recipe(settings: Settings) -> Recipe:
-    types = settings["layer_types"]
-    conv = ShortConv(
+    recipe = {"qk_norm": True, "norms": LayerNorms("operator_norm", None, "ffn_norm", None)}
+    return with_recurrence(settings, recipe, _conv, CONV)
+
+
+def _conv(settings: Settings) -> ShortConv:
+    return ShortConv(
         channels=whole_number(settings, "hidden_size"), kernel=whole_number(settings, "conv_L_cache"),
         has_bias=flag(settings, "conv_bias"),
     )  # fmt: skip
-    layers = tuple(index for index, kind in enumerate(types) if kind == CONV)
-    recipe: Recipe = {"qk_norm": True, "norms": LayerNorms("operator_norm", None, "ffn_norm", None)}
-    return {**recipe, "recurrent": conv, "recurrent_layers": layers} if layers else recipe
 
 
 def _lfm3(settings: Settings) -> Recipe:
@@ -104,18 +104,6 @@ def _moe_recipe(settings: Settings) -> Recipe:
     return {**_recipe(settings), "moe": moe}
 
 
-def _text_part(family: Family, kind: str) -> Family:
-    """The text part of a checkpoint with a vision tower, whose text_config may be of other families too."""
-
-    def refusals(settings: Settings) -> list[str]:
-        own = settings.get("model_type")
-        if isinstance(settings.get("text_config"), dict) and own != kind:
-            return [f"text_config has model_type {own!r}; only {kind!r} is supported"]
-        return family.refusals(settings)
-
-    return replace(family, refusals=refusals, is_text_part=True)
-
-
 def _tensors(config: ModelConfig) -> TensorSpecs:
     experts = ExpertNames(prefix="feed_forward", gate="w1", up="w3", down="w2")
     names = LFM3_NAMES if config.architecture.startswith("Lfm3") else NAMES
@@ -133,15 +121,13 @@ def _conv_tensors(config: ModelConfig) -> TensorSpecs:
             shape=(3 * size, hidden), parts={"conv.in_proj.weight": ()}, segments={"conv.in_proj.weight": kinds},
             shard_dim=0,
         ),
-        "conv_kernel": TensorSpec(
-            shape=(size, 1, conv.kernel), parts={"conv.conv.weight": ()}, is_matrix=False, dtype="float32", shard_dim=0
-        ),
+        "conv_kernel": in_fp32("conv.conv.weight", size, 1, conv.kernel, shard_dim=0),
         "conv_out": TensorSpec(shape=(hidden, size), parts={"conv.out_proj.weight": ()}, shard_dim=1),
     }  # fmt: skip
     if conv.has_bias:
         segments = {"conv.in_proj.bias": kinds}
-        specs["conv_in_bias"] = replace(vector(3 * size, "conv.in_proj.bias"), segments=segments, shard_dim=0)
-        specs["conv_bias"] = replace(vector(size, "conv.conv.bias"), dtype="float32", shard_dim=0)
+        specs["conv_in_bias"] = vector(3 * size, "conv.in_proj.bias", segments=segments, shard_dim=0)
+        specs["conv_bias"] = in_fp32("conv.conv.bias", size, shard_dim=0)
         specs["conv_out_bias"] = vector(hidden, "conv.out_proj.bias")
     return {name: replace(spec, layers=layers) for name, spec in specs.items()}
 
@@ -182,12 +168,11 @@ LFM3 = replace(
     has_windows=True,
     has_rope_by_kind=True,
 )  # fmt: skip
-LFM2_TEXT_PART, LFM3_TEXT_PART = _text_part(LFM2, "lfm2"), _text_part(LFM3, "lfm3")
 
 FAMILIES = {
     "Lfm2ForCausalLM": LFM2,
     "Lfm2MoeForCausalLM": LFM2_MOE,
     "Lfm3ForCausalLM": LFM3,
-    "Lfm2VlForConditionalGeneration": LFM2_TEXT_PART,
-    "Lfm3VlForConditionalGeneration": LFM3_TEXT_PART,
+    "Lfm2VlForConditionalGeneration": replace(LFM2, is_text_part=True, text_parts={"lfm2": LFM2}),
+    "Lfm3VlForConditionalGeneration": replace(LFM3, is_text_part=True, text_parts={"lfm3": LFM3}),
 }

@@ -11,29 +11,24 @@ from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
+    below_one,
     cap_of,
     num_layers,
     other_values,
     read_experts,
     refuse_clipping,
+    unbuilt,
     windows_by_type,
     windows_of_all_layers,
+    with_changed_rope,
+    with_default_rope,
 )
 from snapstream.models.mixtures import HUNYUAN_NAMES, hunyuan_settings
-from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed, without_norm_weights
+from snapstream.models.tensors import TensorSpecs, decoder_tensors, named, renamed, without_norm_weights
 
 
 def _llama(settings: Settings) -> Recipe:
     return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias")}
-
-
-def _seed_oss(settings: Settings) -> Recipe:
-    """The bias of the output projection has its own field."""
-    return {
-        "qkv_bias": flag(settings, "attention_bias"),
-        "o_bias": flag(settings, "attention_out_bias"),
-        "mlp_bias": flag(settings, "mlp_bias"),
-    }
 
 
 def _internlm3(settings: Settings) -> Recipe:
@@ -49,67 +44,18 @@ def _internlm3_refusals(settings: Settings) -> list[str]:
     return [f"qkv_bias is {biases['qkv_bias']} and bias is {biases['mlp_bias']}; only both or none are supported"]
 
 
-def _ernie(settings: Settings) -> Recipe:
-    has_bias = flag(settings, "use_bias")
-    return {"qkv_bias": has_bias, "o_bias": has_bias, "mlp_bias": has_bias}
-
-
 def _phi3_settings(settings: Settings) -> Settings:
     """Older files call longrope su or yarn; the original context stands outside of the rope settings."""
-    name = "rope_scaling" if settings.get("rope_scaling") else "rope_parameters"
-    rope = settings.get(name)
-    if not isinstance(rope, dict):
-        return settings
-    kind = rope.get("rope_type") or rope.get("type")
-    return {**settings, name: {**rope, "rope_type": "longrope" if kind in ("su", "yarn") else kind}}
-
-
-def _phi3(settings: Settings) -> Recipe:
-    return {"has_fused_qkv": True, "has_fused_gate_up": True, **windows_of_all_layers(settings)}
+    kind = rope_settings(settings)["rope_type"]
+    kind = "longrope" if kind in ("su", "yarn") else kind
+    return with_changed_rope(settings, lambda rope: {**rope, "rope_type": kind})
 
 
 def _with_llama3(settings: Settings, theta: float, factor: float) -> Settings:
-    """Without rope settings a config class takes llama3, whatever rope_theta says."""
-    if settings.get("rope_parameters") is not None or settings.get("rope_scaling") is not None:
-        return settings
-    rope = {
-        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    return {**settings, "rope_parameters": rope}
-
-
-def _cwm_settings(settings: Settings) -> Settings:
-    return _with_llama3(settings, 1_000_000.0, 16.0)
-
-
-def _cwm(settings: Settings) -> Recipe:
-    return {"mlp_bias": flag(settings, "mlp_bias"), **windows_by_type(settings, lambda layer: layer % 4 != 0)}
-
-
-def _arcee(settings: Settings) -> Recipe:
-    return {**attention_biases(settings), "activation": "relu2"}
-
-
-def _arcee_refusals(settings: Settings) -> list[str]:
-    reasons = other_values(settings, {"hidden_act": "relu2"})
-    if flag(settings, "mlp_bias"):
-        reasons.append("mlp_bias is true; no published model of this architecture has it, so it is not built")
-    return reasons
-
-
-def _apertus_settings(settings: Settings) -> Settings:
-    return _with_llama3(settings, 12_000_000.0, 8.0)
-
-
-def _apertus(settings: Settings) -> Recipe:
-    norms = LayerNorms("attention_layernorm", None, "feedforward_layernorm", None)
-    return {**attention_biases(settings), "activation": "xielu", "norms": norms, "qk_norm": True}
-
-
-def _nanochat(settings: Settings) -> Recipe:
-    cap = cap_of(settings, "final_logit_softcapping")
-    return {"activation": "relu2", "logit_cap": cap, "norms_after_rope": True, "qk_norm": True}
+    return with_default_rope(
+        settings, rope_type="llama3", rope_theta=theta, factor=factor, high_freq_factor=4.0, low_freq_factor=1.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
 
 
 def _nanochat_tensors(config: ModelConfig) -> TensorSpecs:
@@ -135,20 +81,27 @@ CWM = Family(
         "bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "head_dim": 128, "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "sliding_window": 8192,
     },
-    rewrite=_cwm_settings,
-    recipe=_cwm,
+    rewrite=lambda settings: _with_llama3(settings, 1_000_000.0, 16.0),
+    recipe=lambda settings: {
+        "mlp_bias": flag(settings, "mlp_bias"), **windows_by_type(settings, lambda layer: layer % 4 != 0),
+    },
     has_windows=True,
 )  # fmt: skip
 ARCEE = Family(
     defaults={"bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "relu2", "rms_norm_eps": 1e-5},
-    recipe=_arcee,
-    refusals=_arcee_refusals,
+    recipe=lambda settings: {**attention_biases(settings), "activation": "relu2"},
+    refusals=lambda settings: other_values(settings, {"hidden_act": "relu2"}) + unbuilt(settings, "mlp_bias"),
     has_own_activation=True,
 )
 APERTUS = Family(
     defaults={"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "xielu", "rms_norm_eps": 1e-5},
-    rewrite=_apertus_settings,
-    recipe=_apertus,
+    rewrite=lambda settings: _with_llama3(settings, 12_000_000.0, 8.0),
+    recipe=lambda settings: {
+        **attention_biases(settings),
+        "activation": "xielu",
+        "qk_norm": True,
+        "norms": LayerNorms("attention_layernorm", None, "feedforward_layernorm", None),
+    },
     # The last three are not read by transformers; published files have them.
     refusals=lambda settings: other_values(
         settings, {"hidden_act": "xielu", "qk_norm": True, "post_norm": False, "mlp_bias": False}
@@ -159,11 +112,16 @@ HUNYUAN_DENSE = Family(
     defaults={**LLAMA.defaults, "rms_norm_eps": 1e-5},
     rewrite=hunyuan_settings,
     recipe=lambda settings: {**attention_biases(settings), "qk_norm": True, "norms_after_rope": True},
-    tensors=lambda config: renamed(decoder_tensors(config), HUNYUAN_NAMES),
+    tensors=named(HUNYUAN_NAMES),
 )
 NANOCHAT = Family(
     defaults={"bos_token_id": 0, "eos_token_id": 1, "final_logit_softcapping": 15.0, "hidden_act": "relu2"},
-    recipe=_nanochat,
+    recipe=lambda settings: {
+        "activation": "relu2",
+        "logit_cap": cap_of(settings, "final_logit_softcapping"),
+        "norms_after_rope": True,
+        "qk_norm": True,
+    },
     refusals=lambda settings: other_values(
         settings, {"hidden_act": "relu2", "attention_bias": False, "tie_word_embeddings": False}
     ),
@@ -189,14 +147,14 @@ SEED_OSS = Family(
     defaults={
         "attention_bias": True, "bos_token_id": 0, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 8,
     },
-    recipe=_seed_oss,
+    recipe=lambda settings: {**_llama(settings), "o_bias": flag(settings, "attention_out_bias")},
 )  # fmt: skip
 ERNIE4_5 = Family(
     defaults={
         "bos_token_id": 1, "eos_token_id": 2, "head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0, "tie_word_embeddings": True,
     },
-    recipe=_ernie,
+    recipe=lambda settings: dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), flag(settings, "use_bias")),
     is_interleaved=True,
 )  # fmt: skip
 PHI3 = Family(
@@ -204,16 +162,15 @@ PHI3 = Family(
         "bos_token_id": 1, "eos_token_id": 32000, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
     },
     rewrite=_phi3_settings,
-    recipe=_phi3,
+    recipe=lambda settings: {"has_fused_qkv": True, "has_fused_gate_up": True, **windows_of_all_layers(settings)},
     has_windows=True,
     is_partly_rotated=True,
 )  # fmt: skip
 
 
 def _smollm3(settings: Settings) -> Recipe:
-    recipe: Recipe = {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias")}
     rotated = _rotated_layers(settings)
-    recipe.update(windows_by_type(settings, lambda layer: not rotated[layer]))
+    recipe: Recipe = {**_llama(settings), **windows_by_type(settings, lambda layer: not rotated[layer])}
     return recipe if all(rotated) else {**recipe, "rotated_layers": rotated}
 
 
@@ -229,8 +186,7 @@ def _rotated_layers(settings: Settings) -> tuple[bool, ...]:
 def _smollm3_refusals(settings: Settings) -> list[str]:
     num_layers, given = whole_number(settings, "num_hidden_layers"), settings.get("no_rope_layers")
     if given is None:
-        interval = whole_number(settings, "no_rope_layer_interval")
-        return [] if interval >= 1 else [f"no_rope_layer_interval is {interval}; it must be >= 1"]
+        return below_one(settings, "no_rope_layer_interval")
     if not isinstance(given, list) or len(given) < num_layers or any(layer not in (0, 1) for layer in given):
         return [f"no_rope_layers is {given!r}; it must be a list with a 0 or a 1 for each of the {num_layers} layers"]
     return []
@@ -286,24 +242,17 @@ def _llama4(settings: Settings) -> Recipe:
 
 
 def _llama4_refusals(settings: Settings) -> list[str]:
-    reasons, step, given = (
-        _smollm3_refusals(settings),
-        settings["interleave_moe_layer_step"],
-        settings.get("moe_layers"),
-    )
-    if given is None and (not isinstance(step, int) or step < 1):
-        reasons.append(f"interleave_moe_layer_step is {step!r}; it must be >= 1")
+    reasons, given = _smollm3_refusals(settings), settings.get("moe_layers")
+    if given is None:
+        reasons += below_one(settings, "interleave_moe_layer_step")
     if given is not None and not (isinstance(given, list) and all(isinstance(layer, int) for layer in given)):
         reasons.append(f"moe_layers is {given!r}; it must be a list of the layers that have experts")
     tuning = settings.get("attn_temperature_tuning")
     if tuning is not None and not isinstance(tuning, int):  # published: 4
         reasons.append(f"attn_temperature_tuning is {tuning!r}; it must be true or false")
-    if (size := settings.get("attention_chunk_size")) is not None and whole_number(
-        settings, "attention_chunk_size"
-    ) < 1:
-        reasons.append(f"attention_chunk_size is {size}; it must be >= 1")
-    rope = rope_settings(settings)
-    kind = rope.get("rope_type") or rope.get("type")
+    if settings.get("attention_chunk_size") is not None:
+        reasons += below_one(settings, "attention_chunk_size")
+    kind = rope_settings(settings)["rope_type"]
     if flag(settings, "use_qk_norm") and kind in ("yarn", "longrope"):
         reasons.append(f"rope {kind} is not supported with norms after the rotation (use_qk_norm)")
     return reasons
@@ -336,12 +285,11 @@ LLAMA4 = Family(
     other_layer_types=(CHUNKED,),
     is_interleaved=True,
 )  # fmt: skip
-LLAMA4_TEXT_PART = replace(LLAMA4, is_text_part=True)
 
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
     "Llama4ForCausalLM": LLAMA4,
-    "Llama4ForConditionalGeneration": LLAMA4_TEXT_PART,
+    "Llama4ForConditionalGeneration": replace(LLAMA4, is_text_part=True),
     "SmolLM3ForCausalLM": SMOLLM3,
     "NanoChatForCausalLM": NANOCHAT,
     "SeedOssForCausalLM": SEED_OSS,

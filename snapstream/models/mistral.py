@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from snapstream.config.model import LengthScale
 from snapstream.models.config_json import Settings, number, rope_settings, whole_number
 from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, latent_refusals, routing_refusals
-from snapstream.models.family import Family, Recipe, read_experts, windows_by_type, windows_of_all_layers
+from snapstream.models.family import (
+    Family,
+    Recipe,
+    read_experts,
+    windows_by_type,
+    windows_of_all_layers,
+    with_changed_rope,
+    with_default_rope,
+)
 from snapstream.models.tensors import ExpertNames, decoder_tensors
 
 _DEFAULTS: Settings = {"bos_token_id": 1, "eos_token_id": 2, "num_key_value_heads": 8}
 _MIXTRAL_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
-def _mixtral(settings: Settings) -> Recipe:
-    """Softmax over all experts; the weights of the chosen ones add up to 1."""
-    moe = read_experts(settings, "num_local_experts", inner="intermediate_size", normalise=True)
-    return {"moe": moe, **windows_of_all_layers(settings)}
-
-
 MISTRAL = Family(defaults={**_DEFAULTS, "sliding_window": 4096}, recipe=windows_of_all_layers, has_windows=True)
 
 
 def _with_rope(settings: Settings, theta: float, factor: float, original: int) -> Settings:
-    """``settings`` with the rope that the config class of transformers fills in where there is none."""
-    if settings.get("rope_parameters") is not None or settings.get("rope_scaling") is not None:
-        return settings
-    rope = {
-        "rope_type": "yarn", "rope_theta": theta, "factor": factor, "original_max_position_embeddings": original,
-        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
-    }  # fmt: skip
-    return {**settings, "rope_parameters": rope}
+    return with_default_rope(
+        settings, rope_type="yarn", rope_theta=theta, factor=factor, original_max_position_embeddings=original,
+        mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1,
+    )  # fmt: skip
 
 
 def _length_scale(settings: Settings) -> LengthScale:
@@ -40,21 +39,16 @@ def _length_scale(settings: Settings) -> LengthScale:
     return LengthScale(number(rope, "llama_4_scaling_beta"), whole_number(rope, "original_max_position_embeddings"))
 
 
-def _ministral3(settings: Settings) -> Recipe:
-    return {**windows_of_all_layers(settings), "length_scale": _length_scale(settings)}
-
-
 def _mistral4_settings(settings: Settings) -> Settings:
     """``partial_rotary_factor`` says in other words which part of a head ``qk_rope_head_dim`` rotates."""
     settings = _with_rope(settings, 10000.0, 128.0, 8192)
     rotated, plain = (whole_number(settings, name) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
     shares = {rotated / max(rotated + plain, 1), None}
-    name = "rope_parameters" if settings.get("rope_parameters") else "rope_scaling"
-    rope = dict(settings[name])
-    if rope.get("partial_rotary_factor") in shares:
-        rope.pop("partial_rotary_factor", None)
-    outer = {key: value for key, value in settings.items() if key != "partial_rotary_factor" or value not in shares}
-    return {**outer, name: rope}
+
+    def without_share(own: Settings) -> dict[str, Any]:
+        return {key: value for key, value in own.items() if key != "partial_rotary_factor" or value not in shares}
+
+    return with_changed_rope(without_share(settings), without_share)
 
 
 def _mistral4(settings: Settings) -> Recipe:
@@ -66,10 +60,6 @@ def _mistral4(settings: Settings) -> Recipe:
     return {**recipe, "num_mtp_layers": 0, "length_scale": _length_scale(settings)}
 
 
-def _mistral4_refusals(settings: Settings) -> list[str]:
-    return [*latent_refusals(settings), *routing_refusals(settings, "softmax", ())]
-
-
 _MISTRAL4_DEFAULTS: Settings = {
     **V3_DEFAULTS, "bos_token_id": 1, "eos_token_id": 2, "first_k_dense_replace": 0, "kv_lora_rank": 256, "n_group": 1,
     "n_routed_experts": 128, "num_experts_per_tok": 4, "q_lora_rank": 1024, "qk_nope_head_dim": 64,
@@ -78,37 +68,21 @@ _MISTRAL4_DEFAULTS: Settings = {
 MINISTRAL3 = Family(
     defaults={**_DEFAULTS, "head_dim": 128, "rms_norm_eps": 1e-5},
     rewrite=lambda settings: _with_rope(settings, 1e6, 16.0, 16384),
-    recipe=_ministral3,
+    recipe=lambda settings: {**windows_of_all_layers(settings), "length_scale": _length_scale(settings)},
     has_windows=True,
 )
 MISTRAL4 = Family(
     defaults=_MISTRAL4_DEFAULTS,
     rewrite=_mistral4_settings,
     recipe=_mistral4,
-    refusals=_mistral4_refusals,
+    refusals=lambda settings: [*latent_refusals(settings), *routing_refusals(settings, "softmax", ())],
     has_experts=True,
     may_fuse_experts=True,
 )
-# By the model_type of text_config: Mistral Small 3.1 and 3.2, Ministral 3, Mistral Small 4.
-_TEXT_PARTS = {"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4}
-
-
-def _text_part(settings: Settings) -> Family:
-    return _TEXT_PARTS.get(str(settings.get("model_type")), MISTRAL)
-
-
-def _text_part_refusals(settings: Settings) -> list[str]:
-    kind, known = settings.get("model_type"), " or ".join(map(repr, _TEXT_PARTS))
-    if isinstance(settings.get("text_config"), dict) and kind not in _TEXT_PARTS:
-        return [f"text_config has model_type {kind!r}; only {known} is supported"]
-    return _text_part(settings).refusals(settings)
-
-
 MISTRAL3_TEXT_PART = replace(
     MISTRAL,
-    text_parts=_TEXT_PARTS,
-    recipe=lambda settings: _text_part(settings).recipe(settings),
-    refusals=_text_part_refusals,
+    # Mistral Small 3.1 and 3.2, Ministral 3, Mistral Small 4.
+    text_parts={"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4},
     has_experts=True,
     may_fuse_experts=True,
     is_text_part=True,
@@ -122,7 +96,11 @@ MIXTRAL = Family(
     defaults={
         **_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "rope_theta": 1e6, "rms_norm_eps": 1e-5,
     },
-    recipe=_mixtral,
+    # Softmax over all experts; the weights of the chosen ones add up to 1.
+    recipe=lambda settings: {
+        "moe": read_experts(settings, "num_local_experts", inner="intermediate_size", normalise=True),
+        **windows_of_all_layers(settings),
+    },
     has_experts=True,
     has_windows=True,
     tensors=partial(decoder_tensors, names=_MIXTRAL_NAMES),

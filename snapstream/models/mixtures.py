@@ -16,7 +16,7 @@ from snapstream.models.family import (
     Family,
     Recipe,
     attention_biases,
-    layer_kind_refusals,
+    below_one,
     num_dense,
     num_layers,
     oai_clamps,
@@ -26,14 +26,23 @@ from snapstream.models.family import (
     refuse_absent_window,
     refuse_clipping,
     ropes_by_kind,
+    unbuilt,
+    windows_alone_rotated,
     windows_by_type,
 )
 from snapstream.models.glm import SANDWICH_NORMS
 from snapstream.models.olmo import exaone_attention, exaone_refusals
-from snapstream.models.qwen import softmax_experts
-from snapstream.models.tensors import ExpertNames, Place, TensorSpecs, decoder_tensors, renamed, with_gates_apart
+from snapstream.models.qwen import SHARED, softmax_experts
+from snapstream.models.tensors import ExpertNames, Place, TensorSpecs, decoder_tensors, named, renamed, with_gates_apart
 
-_MINIMAX_NAMES = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
+_MINIMAX_EXPERTS = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+_MINIMAX_NAMES = {
+    ".gate.e_score_correction_bias": ".e_score_correction_bias",
+    "mlp.shared_experts.": "block_sparse_moe.shared_experts.",
+}
+_ROUTER_NAMES = {".gate.e_score_correction_bias": ".expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"}
 
 
 def _minimax_settings(settings: Settings) -> Settings:
@@ -42,12 +51,6 @@ def _minimax_settings(settings: Settings) -> Settings:
         return settings
     share = whole_number(settings, "rotary_dim") / max(whole_number(settings, "head_dim"), 1)
     return {**settings, "partial_rotary_factor": share}
-
-
-def _minimax(settings: Settings) -> Recipe:
-    """Sigmoid scores with a correction of the choice; the weights of the chosen experts add up to 1."""
-    moe = read_experts(settings, "num_local_experts", inner="intermediate_size", **CORRECTED)
-    return {"has_whole_qk_norm": True, "moe": moe}
 
 
 def _minimax_refusals(settings: Settings) -> list[str]:
@@ -59,11 +62,6 @@ def _minimax_refusals(settings: Settings) -> list[str]:
     if kinds is not None and kinds != [1] * num_layers(settings):
         reasons.append(f"attn_type_list is {kinds!r}; only softmax attention (1) in every layer is supported")
     return reasons
-
-
-def _minimax_tensors(config: ModelConfig) -> TensorSpecs:
-    correction = ".e_score_correction_bias"
-    return renamed(decoder_tensors(config, _MINIMAX_NAMES), {f".gate{correction}": correction})
 
 
 def _minimax_m3_settings(settings: Settings) -> Settings:
@@ -103,14 +101,10 @@ def _minimax_m3_refusals(settings: Settings) -> list[str]:
     """Also of fields of published files that transformers does not read and that would change the model."""
     known = {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_head",
              "use_gemma_norm": True, "attention_output_gate": False, "n_shared_experts": 1}  # fmt: skip
-    reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
+    reasons = other_values(settings, known)
     if settings.get("hidden_act", "silu") not in ("silu", "swigluoai"):
         reasons.append(f"hidden_act is {settings['hidden_act']!r}; only 'swigluoai' or 'silu' is supported")
     return reasons
-
-
-def _minimax_m3_tensors(config: ModelConfig) -> TensorSpecs:
-    return renamed(_minimax_tensors(config), {"mlp.shared_experts.": "block_sparse_moe.shared_experts."})
 
 
 def _dots(settings: Settings) -> Recipe:
@@ -132,9 +126,7 @@ _MOST_NORM_MIN = 1e-6
 
 
 def _ernie_moe_refusals(settings: Settings) -> list[str]:
-    reasons, last = [], whole_number(settings, "num_hidden_layers") - 1
-    if flag(settings, "use_bias"):
-        reasons.append("use_bias is true; no published mixture of this architecture has it, so it is not built")
+    reasons, last = unbuilt(settings, "use_bias"), whole_number(settings, "num_hidden_layers") - 1
     if (end := whole_number(settings, "moe_layer_end_index")) not in (-1, last):
         reasons.append(f"moe_layer_end_index is {end}; only experts up to the last layer ({last}) are supported")
     if (step := whole_number(settings, "moe_layer_interval")) != 1:
@@ -151,84 +143,44 @@ def _ernie_moe_tensors(config: ModelConfig) -> TensorSpecs:
     return {**specs, "router_bias": replace(specs["router_bias"], shape=(1, config.moe.num_experts))}
 
 
-def _olmoe(settings: Settings) -> Recipe:
-    moe = read_experts(settings, inner="intermediate_size", normalise="norm_topk_prob")
-    return {**attention_biases(settings), "has_whole_qk_norm": True, "moe": moe}
-
-
 def _hy3(settings: Settings) -> Recipe:
     moe = read_experts(
         settings, num_shared="num_shared_experts", first_dense=num_dense(settings), scale="router_scaling_factor",
         **CORRECTED,
     )  # fmt: skip
-    return {**attention_biases(settings), "mlp_bias": flag(settings, "mlp_bias"), "qk_norm": True, "moe": moe}
-
-
-def _hy3_refusals(settings: Settings) -> list[str]:
-    reasons = layer_kind_refusals(settings)
-    if flag(settings, "mlp_bias"):
-        reasons.append("mlp_bias is true; no published model of this architecture has it, so it is not built")
-    return reasons
-
-
-def _hy3_tensors(config: ModelConfig) -> TensorSpecs:
-    names = {
-        ".gate.e_score_correction_bias": ".expert_bias", "mlp.gate.weight": "mlp.router.gate.weight",
-        ".shared_experts.": ".shared_mlp.",
-    }  # fmt: skip
-    return renamed(decoder_tensors(config), names)
+    return {**attention_biases(settings), "qk_norm": True, "moe": moe}
 
 
 def _mellum(settings: Settings) -> Recipe:
     """Layers with sliding windows have a rope of their own."""
     windows = windows_by_type(settings, lambda layer: False)
     ropes = ropes_by_kind(settings, windows, {"rope_theta": 500000.0}, {"rope_theta": 10000.0})
-    moe = replace(softmax_experts(settings), first_dense=num_dense(settings))
+    moe = softmax_experts(settings, first_dense=num_dense(settings))
     return {**attention_biases(settings), **ropes, "qk_norm": True, "moe": moe}
 
 
 def _exaone_moe(settings: Settings) -> Recipe:
     moe = read_sigmoid_moe({
-        **settings, "n_routed_experts": settings.get("num_experts"), "first_k_dense_replace": num_dense(settings),
+        **settings, "n_routed_experts": settings.get("num_experts"),
         "n_shared_experts": settings.get("num_shared_experts"),
     })  # fmt: skip
     return {**exaone_attention(settings), "moe": moe}
 
 
-def _exaone_moe_refusals(settings: Settings) -> list[str]:
-    return [*exaone_refusals(settings), *layer_kind_refusals(settings)]
-
-
 def _kolibri(settings: Settings) -> Recipe:
     """Experts are chosen by corrected logits; layers without a window have no rotary embedding."""
-    moe = replace(
-        softmax_experts(settings),
-        scoring="sigmoid",
-        has_bias=True,
-        chooses_by_logits=True,
-        num_shared=1,
-        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
-    )
+    moe = softmax_experts(settings, scoring="sigmoid", has_bias=True, chooses_by_logits=True, **SHARED)
     attention = exaone_attention({**settings, "sliding_window_pattern": 5})
     return {**attention, "norms": SANDWICH_NORMS, "moe": moe}
 
 
 def _flint(settings: Settings) -> Recipe:
-    """Layers without a window, which come in fours with an extra first and last one, have no rotary embedding."""
+    """Layers without a window come in fours with an extra first and last one."""
     last, dense = num_layers(settings) - 1, settings.get("mlp_only_layers")
-    moe = replace(
-        softmax_experts(settings),
-        scoring="sigmoid",
-        num_shared=1,
-        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
-        chosen=tuple(layer for layer in range(last + 1) if layer not in ([0, 1] if dense is None else dense)),
-    )
-    windows = windows_by_type(settings, lambda layer: layer > 1 and layer % 4 != 1 and layer != last)
-    has = windows.get("windows", (None,) * (last + 1))
-    return {
-        **attention_biases(settings), **windows, "rotated_layers": tuple(window is not None for window in has),
-        "qk_norm": True, "has_sinks": True, "moe": moe,
-    }  # fmt: skip
+    chosen = tuple(layer for layer in range(last + 1) if layer not in ([0, 1] if dense is None else dense))
+    moe = softmax_experts(settings, scoring="sigmoid", chosen=chosen, **SHARED)
+    windows = windows_alone_rotated(settings, lambda layer: layer > 1 and layer % 4 != 1 and layer != last)
+    return {**attention_biases(settings), **windows, "qk_norm": True, "has_sinks": True, "moe": moe}
 
 
 def _flint_refusals(settings: Settings) -> list[str]:
@@ -242,17 +194,13 @@ def _flint_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
-def _flint_tensors(config: ModelConfig) -> TensorSpecs:
-    return renamed(decoder_tensors(config), {".shared_experts.": ".shared_expert."})
-
-
 def hunyuan_settings(settings: Settings) -> Settings:
     """Fields with a number for each layer as one, and a fixed ``alpha`` of the rope as the base that it stretches."""
     per_layer = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
     lists = {name: settings[name] for name in per_layer if isinstance(settings.get(name), list)}
     found = {**settings, **{name: own[0] for name, own in lists.items() if own and own == own[:1] * len(own)}}
     rope = rope_settings(found)
-    if "dynamic" not in (rope.get("rope_type"), rope.get("type")) or rope.get("alpha") is None:
+    if rope["rope_type"] != "dynamic" or rope.get("alpha") is None:
         return found
     size = found.get("head_dim") or whole_number(found, "hidden_size") // whole_number(found, "num_attention_heads")
     alpha, theta = number(rope, "alpha", above=0.0), number(rope, "rope_theta", above=1.0)
@@ -268,11 +216,7 @@ def _hunyuan_moe(settings: Settings) -> Recipe:
 def _hunyuan_refusals(settings: Settings) -> list[str]:
     """Fields that transformers does not read and that would change the model, or differ by layer."""
     known = {"moe_intermediate_size": settings.get("intermediate_size"), "num_shared_expert": 1, "use_cla": False}
-    reasons = [
-        f"{name} is {settings[name]!r}; of this architecture it must be {value!r} in every layer"
-        for name, value in known.items()
-        if settings.get(name, value) != value
-    ]
+    reasons = other_values(settings, known)
     for name in ("num_experts", "moe_topk"):
         if isinstance(settings.get(name), list):
             reasons.append(f"{name} is {settings[name]!r}; it must be the same in every layer")
@@ -280,11 +224,6 @@ def _hunyuan_refusals(settings: Settings) -> list[str]:
 
 
 HUNYUAN_NAMES = {"self_attn.q_norm.": "self_attn.query_layernorm.", "self_attn.k_norm.": "self_attn.key_layernorm."}
-
-
-def _hunyuan_moe_tensors(config: ModelConfig) -> TensorSpecs:
-    names = {**HUNYUAN_NAMES, "mlp.gate.weight": "mlp.gate.wg.weight", ".shared_experts.": ".shared_mlp."}
-    return renamed(decoder_tensors(config), names)
 
 
 def _afmoe(settings: Settings) -> Recipe:
@@ -304,17 +243,9 @@ def _afmoe(settings: Settings) -> Recipe:
 
 def _afmoe_refusals(settings: Settings) -> list[str]:
     """Also fields that transformers does not read and that would change the model."""
-    reasons = refuse_absent_window(settings)
-    if (step := whole_number(settings, "global_attn_every_n_layers")) < 1:
-        reasons.append(f"global_attn_every_n_layers is {step}; it must be >= 1")
+    reasons = refuse_absent_window(settings) + below_one(settings, "global_attn_every_n_layers")
     known = {"attention_bias": False, "score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}
     return [*reasons, *other_values(settings, known)]
-
-
-def _afmoe_tensors(config: ModelConfig) -> TensorSpecs:
-    """The gates have a projection of their own."""
-    names = {".gate.e_score_correction_bias": ".expert_bias", "mlp.gate.weight": "mlp.router.gate.weight"}
-    return with_gates_apart(config, renamed(decoder_tensors(config), names))
 
 
 def _laguna_settings(settings: Settings) -> Settings:
@@ -360,7 +291,7 @@ def _laguna_refusals(settings: Settings) -> list[str]:
     """Also of fields that transformers does not read: gating_types and norm_topk_prob."""
     known = {"attention_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0,
              "gating_types": ["per_head"] * num_layers(settings), "norm_topk_prob": True}  # fmt: skip
-    reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
+    reasons = other_values(settings, known)
     if settings["gating"] not in (True, "per-head"):
         reasons.append(f"gating is {settings['gating']!r}; only a gate for each head (true or 'per-head') is supported")
     given, by_kind = settings["num_attention_heads_per_layer"], _heads_by_kind(settings)
@@ -446,7 +377,7 @@ def _step_refusals(settings: Settings) -> list[str]:
     known = {"moe_router_activation": "sigmoid", "use_moe_router_bias": True, "norm_expert_weight": True, "sink": False,
              "use_head_wise_attn_gate": True, "att_impl_type": "GQA", "attention_bias": False, "mlp_bias": False,
              "use_bidirectional_attention": False, "yarn_only_types": ["full_attention"]}  # fmt: skip
-    reasons = [*layer_kind_refusals(settings), *other_values(settings, known)]
+    reasons = other_values(settings, known)
     if (scalar := settings.get("query_pre_attn_scalar")) not in (None, head):
         reasons.append(f"query_pre_attn_scalar is {scalar!r}; it must be head_dim ({head})")
     if not all(_by_layer(settings, "use_rope_layers", True) if settings.get("use_rope_layers") else ()):
@@ -483,11 +414,14 @@ MINIMAX_M2 = Family(
         "num_experts_per_tok": 8, "num_local_experts": 256, "rope_theta": 5_000_000.0,
     },
     rewrite=_minimax_settings,
-    recipe=_minimax,
+    recipe=lambda settings: {
+        "has_whole_qk_norm": True,
+        "moe": read_experts(settings, "num_local_experts", inner="intermediate_size", **CORRECTED),
+    },
     refusals=_minimax_refusals,
     has_experts=True,
     is_partly_rotated=True,
-    tensors=_minimax_tensors,
+    tensors=named(_MINIMAX_NAMES, _MINIMAX_EXPERTS),
 )  # fmt: skip
 MINIMAX_M3 = Family(
     defaults={
@@ -505,7 +439,7 @@ MINIMAX_M3 = Family(
     is_text_part=True,
     other_layer_types=("minimax_m3_sparse",),
     skipped=(".self_attn.index_", "mtp", "model.mtp"),
-    tensors=_minimax_m3_tensors,
+    tensors=named(_MINIMAX_NAMES, _MINIMAX_EXPERTS),
 )  # fmt: skip
 DOTS1 = Family(
     defaults={
@@ -533,10 +467,13 @@ ERNIE4_5_MOE = Family(
 )  # fmt: skip
 OLMOE = Family(
     defaults={"eos_token_id": 50279, "num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5},
-    recipe=_olmoe,
+    recipe=lambda settings: {
+        **attention_biases(settings), "has_whole_qk_norm": True,
+        "moe": read_experts(settings, inner="intermediate_size", normalise="norm_topk_prob"),
+    },
     refusals=refuse_clipping,
     has_experts=True,
-)
+)  # fmt: skip
 HY_V3 = Family(
     defaults={
         "first_k_dense_replace": 1, "head_dim": 128, "moe_intermediate_size": 1536, "num_experts": 192,
@@ -544,9 +481,9 @@ HY_V3 = Family(
         "rope_theta": 11158840.0, "router_scaling_factor": 2.826,
     },
     recipe=_hy3,
-    refusals=_hy3_refusals,
+    refusals=lambda settings: unbuilt(settings, "mlp_bias"),
     has_experts=True,
-    tensors=_hy3_tensors,
+    tensors=named({**_ROUTER_NAMES, ".shared_experts.": ".shared_mlp."}),
 )  # fmt: skip
 MELLUM = Family(
     defaults={
@@ -554,7 +491,6 @@ MELLUM = Family(
         "num_local_experts": 64, "num_experts_per_tok": 8, "num_key_value_heads": 4, "sliding_window": 1024,
     },
     recipe=_mellum,
-    refusals=layer_kind_refusals,
     has_experts=True,
     has_windows=True,
     has_rope_by_kind=True,
@@ -567,7 +503,7 @@ EXAONE_MOE = Family(
         "sliding_window_pattern": 4, "topk_group": 1,
     },
     recipe=_exaone_moe,
-    refusals=_exaone_moe_refusals,
+    refusals=exaone_refusals,
     has_experts=True,
     has_windows=True,
     aliases={"mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias"},  # of published files
@@ -599,7 +535,7 @@ FLINT = Family(
     has_experts=True,
     has_windows=True,
     aliases={"self_attn.softmax_offset": "self_attn.sinks"},  # of published files
-    tensors=_flint_tensors,
+    tensors=named({".shared_experts.": ".shared_expert."}),
 )  # fmt: skip
 LAGUNA = Family(
     defaults={
@@ -622,7 +558,7 @@ HUNYUAN_MOE = Family(
     recipe=_hunyuan_moe,
     refusals=_hunyuan_refusals,
     has_experts=True,
-    tensors=_hunyuan_moe_tensors,
+    tensors=named({**HUNYUAN_NAMES, "mlp.gate.weight": "mlp.gate.wg.weight", ".shared_experts.": ".shared_mlp."}),
 )
 AFMOE = Family(
     defaults={
@@ -634,7 +570,7 @@ AFMOE = Family(
     refusals=_afmoe_refusals,
     has_experts=True,
     has_windows=True,
-    tensors=_afmoe_tensors,
+    tensors=lambda config: with_gates_apart(config, named(_ROUTER_NAMES)(config)),
 )  # fmt: skip
 STEP3 = Family(
     defaults={

@@ -6,19 +6,27 @@ Super between two projections.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
 from snapstream.config.model import LayerNorms, Mamba2
 from snapstream.models.config_json import Settings, flag, whole_number
-from snapstream.models.family import Family, Recipe, num_layers, other_values, read_sigmoid_moe
-from snapstream.models.granite import mamba_tensors
+from snapstream.models.family import (
+    ATTENTION,
+    LINEAR,
+    Family,
+    Recipe,
+    layers_of,
+    num_layers,
+    other_values,
+    read_sigmoid_moe,
+    unbuilt,
+)
+from snapstream.models.granite import mamba_tensors, spelled, step_refusals
 from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
 
-MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
-TYPES = {"mamba": MAMBA, "attention": ATTENTION}  # as older files spell them
-PATTERN = {"M": MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}
+MLP, EXPERTS = "mlp", "moe"
+PATTERN = {"M": LINEAR, "*": ATTENTION, "-": MLP, "E": EXPERTS}
 NAMES = {
     "self_attn.": "mixer.",
     "mlp.": "mixer.",
@@ -35,33 +43,24 @@ def _rewrite(settings: Settings) -> Settings:
     if types is None and isinstance(pattern, str):
         types = [PATTERN.get(sign, sign) for sign in pattern]
     if types is None:
-        types = [MAMBA, EXPERTS, ATTENTION, MLP]
-    if isinstance(types, list):  # other kinds are refused later
-        types = [TYPES.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+        types = [LINEAR, EXPERTS, ATTENTION, MLP]
+    if isinstance(types, list):
         found["num_hidden_layers"] = len(types)
-    return {**found, "layer_types": types}
+    return {**found, "layer_types": spelled(types)}
 
 
 def _refusals(settings: Settings) -> list[str]:
-    limit, hidden = settings.get("time_step_limit"), whole_number(settings, "hidden_size")
+    hidden = whole_number(settings, "hidden_size")
     reasons = other_values(settings, {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu"})
-    for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-        if flag(settings, name):
-            reasons.append(f"{name} is true; no published model of this architecture has it, so it is not built")
+    reasons += unbuilt(settings, "attention_bias", "mlp_bias", "tie_word_embeddings") + step_refusals(settings)
     if not 1 <= (latent := whole_number(settings, "moe_latent_size", hidden)) <= hidden:
         reasons.append(f"moe_latent_size is {latent}; it must be from 1 to hidden_size ({hidden})")
-    own = list(limit) if isinstance(limit, tuple) else limit
-    if own not in (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}]):  # transformers 5 writes the last
-        reasons.append(f"time_step_limit is {limit!r}; only [0, Infinity] is supported")
-    if isinstance(settings["layer_types"], list) and not {MAMBA, ATTENTION}.issubset(settings["layer_types"]):
+    if isinstance(settings["layer_types"], list) and not {LINEAR, ATTENTION}.issubset(settings["layer_types"]):
         reasons.append(f"layer_types has {settings['layer_types']!r}; layers of Mamba-2 and of attention are needed")
     return reasons
 
 
 def _recipe(settings: Settings) -> Recipe:
-    def layers(*kinds: str) -> tuple[int, ...]:
-        return tuple(index for index, kind in enumerate(settings["layer_types"]) if kind in kinds)
-
     net = Mamba2(
         heads=whole_number(settings, "mamba_num_heads"),
         head_dim=whole_number(settings, "mamba_head_dim"),
@@ -71,11 +70,12 @@ def _recipe(settings: Settings) -> Recipe:
         has_conv_bias=flag(settings, "use_conv_bias"),
         has_bias=flag(settings, "use_bias"),
     )
-    recipe: Recipe = {
-        "norms": LayerNorms("norm", None, None, None), "activation": "relu2", "mlp_layers": layers(MLP, EXPERTS),
-        "rotated_layers": (False,) * num_layers(settings), "recurrent": net, "recurrent_layers": layers(MAMBA),
+    recipe = {
+        "norms": LayerNorms("norm", None, None, None), "activation": "relu2", "recurrent": net,
+        "mlp_layers": layers_of(settings, MLP, EXPERTS), "recurrent_layers": layers_of(settings, LINEAR),
+        "rotated_layers": (False,) * num_layers(settings),
     }  # fmt: skip
-    if experts := layers(EXPERTS):
+    if experts := layers_of(settings, EXPERTS):
         moe = read_sigmoid_moe({**settings, "first_k_dense_replace": 0, "n_shared_experts": 1})
         shared = whole_number(settings, "moe_shared_expert_intermediate_size")
         latent = whole_number(settings, "moe_latent_size", 0)
@@ -100,7 +100,7 @@ NEMOTRON_H = Family(
     recipe=_recipe,
     refusals=_refusals,
     tensors=_tensors,
-    other_layer_types=(MAMBA, MLP, EXPERTS),
+    other_layer_types=(LINEAR, MLP, EXPERTS),
     has_experts=True,
     has_own_activation=True,
     aliases={"backbone.": "model."},  # of published files; transformers 5 has the other

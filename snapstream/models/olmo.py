@@ -8,16 +8,21 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet, LayerNorms
 from snapstream.models.config_json import Settings, flag, rope_settings, whole_number
 from snapstream.models.family import (
+    ATTENTION,
+    LINEAR,
     Family,
     Recipe,
     attention_biases,
+    filled,
     num_layers,
     refuse_absent_window,
     refuse_clipping,
     ropes_by_kind,
+    windows_alone_rotated,
     windows_by_type,
+    with_recurrence,
 )
-from snapstream.models.qwen_next import ATTENTION, LINEAR, delta_net, delta_tensors
+from snapstream.models.qwen_next import delta_net, delta_tensors
 from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed, without_norm_weights
 
 _NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
@@ -40,13 +45,10 @@ def _hybrid_settings(settings: Settings) -> Settings:
     """Sizes of recurrent layers follow from those of attention; a null rope_theta: no rotary embedding."""
     heads, count = whole_number(settings, "num_attention_heads"), num_layers(settings)
     types = [ATTENTION if layer % 4 == 3 or layer == count - 1 < 3 else LINEAR for layer in range(count)]
-    found = {"layer_types": types, "linear_num_key_heads": heads, "linear_num_value_heads": heads}
-    found = {**settings, **{name: own for name, own in found.items() if settings.get(name) is None}}
-    if found.get("linear_key_head_dim") is None:
-        key_heads = max(whole_number(found, "linear_num_key_heads"), 1)
-        found["linear_key_head_dim"] = int(0.75 * whole_number(found, "hidden_size") / key_heads)
-    if found.get("linear_value_head_dim") is None:
-        found["linear_value_head_dim"] = 2 * whole_number(found, "linear_key_head_dim")
+    found = filled(settings, layer_types=types, linear_num_key_heads=heads, linear_num_value_heads=heads)
+    key_heads = max(whole_number(found, "linear_num_key_heads"), 1)
+    found = filled(found, linear_key_head_dim=int(0.75 * whole_number(found, "hidden_size") / key_heads))
+    found = filled(found, linear_value_head_dim=2 * whole_number(found, "linear_key_head_dim"))
     if rope_settings(found)["rope_theta"] is None:
         found |= {"rope_theta": 10000.0, "rope_parameters": None, "rope_scaling": None, "is_rotated": False}
     return found
@@ -54,15 +56,13 @@ def _hybrid_settings(settings: Settings) -> Settings:
 
 def _hybrid(settings: Settings) -> Recipe:
     """Recurrent layers have norms before both parts, and an epsilon of their own, as transformers has it."""
-    net = replace(
-        delta_net(settings), most_beta=2.0 if flag(settings, "linear_allow_neg_eigval") else 1.0, norm_eps=1e-5
+    most_beta = 2.0 if flag(settings, "linear_allow_neg_eigval") else 1.0
+    recipe = with_recurrence(
+        settings, _olmo2(settings), lambda own: replace(delta_net(own), most_beta=most_beta, norm_eps=1e-5)
     )
-    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
-    recipe = _olmo2(settings)
     if not settings.get("is_rotated", True):
         recipe["rotated_layers"] = (False,) * num_layers(settings)
-    own: Recipe = {"recurrent": net, "recurrent_layers": layers, "recurrent_norms": LayerNorms()}
-    return {**recipe, **own} if layers else recipe
+    return {**recipe, "recurrent_norms": LayerNorms()} if "recurrent" in recipe else recipe
 
 
 def _hybrid_tensors(config: ModelConfig) -> TensorSpecs:
@@ -81,19 +81,12 @@ def _hybrid_tensors(config: ModelConfig) -> TensorSpecs:
     return renamed(specs, names)
 
 
-def _exaone4(settings: Settings) -> Recipe:
-    return {"norms": _NORMS, **exaone_attention(settings)}
-
-
 def exaone_attention(settings: Settings) -> Recipe:
     """In a model with windows the layers without one have no rotary embedding."""
     pattern = settings.get("sliding_window_pattern")
     step = pattern if isinstance(pattern, int) and pattern > 0 else 1
-    recipe: Recipe = {"qk_norm": True, **windows_by_type(settings, lambda i: (i + 1) % step != 0)}
-    if settings.get("sliding_window") is None:
-        return recipe
-    windows = recipe.get("windows", (None,) * num_layers(settings))
-    return {**recipe, "rotated_layers": tuple(window is not None for window in windows)}
+    read = windows_by_type if settings.get("sliding_window") is None else windows_alone_rotated
+    return {"qk_norm": True, **read(settings, lambda i: (i + 1) % step != 0)}
 
 
 def exaone_refusals(settings: Settings) -> list[str]:
@@ -132,15 +125,14 @@ EXAONE4 = Family(
         "bos_token_id": 0, "eos_token_id": 2, "num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096,
         "sliding_window_pattern": 4,
     },
-    recipe=_exaone4,
+    recipe=lambda settings: {"norms": _NORMS, **exaone_attention(settings)},
     refusals=exaone_refusals,
     has_windows=True,
 )  # fmt: skip
-EXAONE4_5_TEXT_PART = replace(EXAONE4, is_text_part=True, skipped=("mtp",))
 
 FAMILIES = {
     "Exaone4ForCausalLM": EXAONE4,
-    "Exaone4_5_ForConditionalGeneration": EXAONE4_5_TEXT_PART,
+    "Exaone4_5_ForConditionalGeneration": replace(EXAONE4, is_text_part=True, skipped=("mtp",)),
     "OlmoForCausalLM": OLMO,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from snapstream.config import ModelConfig
 from snapstream.config.model import MoEConfig
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import (
@@ -15,17 +15,9 @@ from snapstream.models.family import (
     windows_by_type,
     windows_of_all_layers,
 )
-from snapstream.models.tensors import TensorSpecs, decoder_tensors, renamed
+from snapstream.models.tensors import named
 
 _DEFAULTS: Settings = {"num_key_value_heads": 32, "use_sliding_window": False, "sliding_window": 4096}
-
-
-def _qwen2(settings: Settings) -> Recipe:
-    return {"qkv_bias": True, **_windows(settings)}
-
-
-def _qwen3(settings: Settings) -> Recipe:
-    return {**attention_biases(settings), "qk_norm": True, **_windows(settings)}
 
 
 def _windows(settings: Settings) -> Recipe:
@@ -33,10 +25,14 @@ def _windows(settings: Settings) -> Recipe:
     return windows_by_type(settings, lambda layer: layer >= first)
 
 
-def softmax_experts(settings: Settings) -> MoEConfig:
+def softmax_experts(settings: Settings, **fields: Any) -> MoEConfig:
     """Softmax over all experts; whether the weights of the chosen ones add up to 1 is a field."""
     name = "num_experts" if settings.get("num_experts") is not None else "num_local_experts"
-    return read_experts(settings, name, normalise="norm_topk_prob")
+    return read_experts(settings, name, normalise="norm_topk_prob", **fields)
+
+
+# A gated MLP of its own size, next to the experts, that every token passes.
+SHARED: dict[str, Any] = {"num_shared": 1, "own_shared": "shared_expert_intermediate_size"}
 
 
 def _qwen3_moe(settings: Settings) -> Recipe:
@@ -45,20 +41,10 @@ def _qwen3_moe(settings: Settings) -> Recipe:
 
 
 def _qwen2_moe(settings: Settings) -> Recipe:
-    """Next to the experts, a gated MLP of its own size that every token passes."""
-    moe = replace(
-        softmax_experts(settings),
-        num_shared=1,
-        own_shared=whole_number(settings, "shared_expert_intermediate_size"),
-        has_shared_gate=True,
-    )
     first = whole_number(settings, "max_window_layers", 28)
     windows = windows_by_type(settings, lambda layer: layer % 2 == 0 and layer < first)
+    moe = softmax_experts(settings, has_shared_gate=True, **SHARED)
     return {"qkv_bias": flag(settings, "qkv_bias"), "moe": moe, **windows}
-
-
-def _qwen2_moe_tensors(config: ModelConfig) -> TensorSpecs:
-    return renamed(decoder_tensors(config), {"mlp.shared_experts.": "mlp.shared_expert."})
 
 
 def qwen3_moe_refusals(settings: Settings) -> list[str]:
@@ -81,8 +67,12 @@ def without_mrope(settings: Settings) -> Settings:
     return found
 
 
-QWEN2 = Family(defaults=_DEFAULTS, recipe=_qwen2, has_windows=True)
-QWEN3 = Family(defaults={**_DEFAULTS, "head_dim": 128}, recipe=_qwen3, has_windows=True)
+QWEN2 = Family(defaults=_DEFAULTS, recipe=lambda settings: {"qkv_bias": True, **_windows(settings)}, has_windows=True)
+QWEN3 = Family(
+    defaults={**_DEFAULTS, "head_dim": 128},
+    recipe=lambda settings: {**attention_biases(settings), "qk_norm": True, **_windows(settings)},
+    has_windows=True,
+)
 QWEN3_MOE = Family(
     defaults={
         **_DEFAULTS, "num_key_value_heads": 4, "num_local_experts": 128, "num_experts_per_tok": 8,
@@ -102,7 +92,7 @@ QWEN2_MOE = Family(
     refusals=qwen3_moe_refusals,
     has_windows=True,
     has_experts=True,
-    tensors=_qwen2_moe_tensors,
+    tensors=named({"mlp.shared_experts.": "mlp.shared_expert."}),
 )  # fmt: skip
 QWEN2_VL = replace(
     QWEN2,

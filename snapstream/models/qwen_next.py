@@ -8,11 +8,17 @@ from typing import Any
 from snapstream.config import ModelConfig
 from snapstream.config.model import DeltaNet
 from snapstream.models.config_json import Settings, whole_number
-from snapstream.models.family import Family, Recipe, attention_biases, num_layers, read_experts
-from snapstream.models.qwen import qwen3_moe_refusals, without_mrope
-from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, renamed, vector
-
-LINEAR, ATTENTION = "linear_attention", "full_attention"
+from snapstream.models.family import (
+    ATTENTION,
+    LINEAR,
+    Family,
+    Recipe,
+    attention_biases,
+    num_layers,
+    with_recurrence,
+)
+from snapstream.models.qwen import SHARED, qwen3_moe_refusals, softmax_experts, without_mrope
+from snapstream.models.tensors import TensorSpec, TensorSpecs, decoder_tensors, in_fp32, renamed, vector
 
 
 def _rewrite(settings: Settings) -> Settings:
@@ -36,20 +42,15 @@ def delta_net(settings: Settings) -> DeltaNet:
 
 
 def _recipe(settings: Settings) -> Recipe:
-    layers = tuple(index for index, kind in enumerate(settings["layer_types"]) if kind == LINEAR)
-    recipe: Recipe = {
+    recipe = {
         **attention_biases(settings), "qk_norm": True, "norm_offset": 1.0,
         "gate_dim": whole_number(settings, "head_dim"),
     }  # fmt: skip
-    return {**recipe, "recurrent": delta_net(settings), "recurrent_layers": layers} if layers else recipe
+    return with_recurrence(settings, recipe, delta_net)
 
 
 def _moe_recipe(settings: Settings) -> Recipe:
-    moe = read_experts(
-        settings, num_shared=1, own_shared="shared_expert_intermediate_size", normalise="norm_topk_prob",
-        has_shared_gate=True,
-    )  # fmt: skip
-    return {**_recipe(settings), "moe": moe}
+    return {**_recipe(settings), "moe": softmax_experts(settings, has_shared_gate=True, **SHARED)}
 
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
@@ -75,10 +76,7 @@ def delta_tensors(config: ModelConfig) -> TensorSpecs:
         return {f"linear_attn.{name}.weight": value for name, value in own.items()}
 
     kinds = net.key_size, net.key_size, net.value_size
-    kernel = TensorSpec(
-        shape=(size, 1, net.kernel), parts={"linear_attn.conv1d.weight": ()}, is_matrix=False, dtype="float32",
-        segments={"linear_attn.conv1d.weight": kinds}, shard_dim=0,
-    )  # fmt: skip
+    kernel = "linear_attn.conv1d.weight"
     specs = {
         "delta_in": TensorSpec(
             shape=(size + net.value_size, hidden), parts=named(parts),
@@ -89,9 +87,9 @@ def delta_tensors(config: ModelConfig) -> TensorSpecs:
             shape=(2 * heads, hidden), parts=named(gates), is_dense=True,
             row_order=named({name: order for name, order in orders.items() if name in gates}), shard_dim=0,
         ),
-        "conv_kernel": kernel,
-        "delta_decay": replace(vector(heads, "linear_attn.A_log"), dtype="float32", shard_dim=0),
-        "delta_step": replace(vector(heads, "linear_attn.dt_bias"), dtype="float32", shard_dim=0),
+        "conv_kernel": in_fp32(kernel, size, 1, net.kernel, segments={kernel: kinds}, shard_dim=0),
+        "delta_decay": in_fp32("linear_attn.A_log", heads, shard_dim=0),
+        "delta_step": in_fp32("linear_attn.dt_bias", heads, shard_dim=0),
         "delta_norm": vector(net.value_dim, "linear_attn.norm.weight"),
         "delta_out": TensorSpec(
             shape=(hidden, net.value_size), parts={"linear_attn.out_proj.weight": ()}, shard_dim=1
@@ -164,13 +162,11 @@ QWEN3_5_MOE = _family(
     has_experts=True,
     may_fuse_experts=True,
 )  # fmt: skip
-QWEN3_5_TEXT_PART = replace(QWEN3_5, is_text_part=True)
-QWEN3_5_MOE_TEXT_PART = replace(QWEN3_5_MOE, is_text_part=True)
 
 FAMILIES = {
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
-    "Qwen3_5ForConditionalGeneration": QWEN3_5_TEXT_PART,
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE_TEXT_PART,
+    "Qwen3_5ForConditionalGeneration": replace(QWEN3_5, is_text_part=True),
+    "Qwen3_5MoeForConditionalGeneration": replace(QWEN3_5_MOE, is_text_part=True),
 }

@@ -51,7 +51,7 @@ from snapstream.models.config_json import (
     token_ids,
     whole_number,
 )
-from snapstream.models.family import Family, sliding_window
+from snapstream.models.family import Family, layer_kind_refusals, sliding_window
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
 from snapstream.models.tensors import TensorSpecs, checkpoint_parts, in_fp8_blocks, in_own_formats, name_in_text_part
@@ -206,7 +206,7 @@ def model_config_from_dict(settings: Mapping[str, Any]) -> ModelConfig:
     settings = family.complete(settings)
     hidden, heads = whole_number(settings, "hidden_size"), whole_number(settings, "num_attention_heads")
     max_position = whole_number(settings, "max_position_embeddings")
-    recipe = family.recipe(settings)
+    recipe = family.part_of(settings).recipe(settings)
     if not family.has_rope_by_kind:
         recipe["rope"] = parse_rope(settings, max_position, is_partial=family.is_partly_rotated)
     rope = replace(recipe["rope"], is_interleaved=family.is_interleaved)
@@ -256,7 +256,14 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
     reasons += _layer_type_refusals(settings, family)
     if not family.has_windows and (window := sliding_window(settings)) is not None:
         reasons.append(f"sliding_window is in use ({window}), which is not supported for {architecture}")
-    reasons += family.refusals(settings)
+    kind = settings.get("model_type")
+    if family.text_parts and isinstance(settings.get("text_config"), dict) and str(kind) not in family.text_parts:
+        known = " or ".join(map(repr, family.text_parts))
+        reasons.append(f"text_config has model_type {kind!r}; only {known} is supported")
+    else:
+        reasons += family.part_of(settings).refusals(settings)
+    if family.has_experts:
+        reasons += layer_kind_refusals(settings)
     experts = [name for name in EXPERT_FIELDS if settings.get(name)]
     if experts and is_known and not family.has_experts:
         reasons.append(f"mixture-of-experts layers are not supported ({experts[0]} is {settings[experts[0]]})")
@@ -264,19 +271,14 @@ def find_refusals(settings: Mapping[str, Any]) -> list[str]:
         reasons.append(
             f"a sparse indexer with keys of its own (index_topk is {settings['index_topk']!r}) is not supported"
         )
-    reasons += _number_refusals(settings)
-    activation = settings.get("hidden_act", "silu")
-    if activation != "silu" and not family.has_own_activation:
-        reasons.append(f"hidden_act is {activation!r}; only 'silu' is supported")
-    return reasons
-
-
-def _number_refusals(settings: Mapping[str, Any]) -> list[str]:
-    reasons = quantization.refusals(settings)
+    reasons += quantization.refusals(settings)
     for name in ("dtype", "torch_dtype"):
         dtype = settings.get(name)
         if dtype is not None and not (isinstance(dtype, str) and dtype.removeprefix("torch.") in DTYPES):
             reasons.append(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    activation = settings.get("hidden_act", "silu")
+    if activation != "silu" and not family.has_own_activation:
+        reasons.append(f"hidden_act is {activation!r}; only 'silu' is supported")
     return reasons
 
 

@@ -7,10 +7,10 @@ this list. The router stays in fp32: it is small, and a rounded score changes th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from snapstream.config import DType, ModelConfig, StoredWeights, WeightFormat
 from snapstream.config.model import AltUp, LatentConfig
@@ -137,15 +137,19 @@ def part_shape(spec: TensorSpec, part: str) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2]) if spec.is_transposed else shape
 
 
-def vector(size: int, name: str) -> TensorSpec:
-    """A norm or a bias of each layer."""
-    return TensorSpec(shape=(size,), parts={name: ()}, is_matrix=False)
+def vector(size: int, name: str, **others: Any) -> TensorSpec:
+    """A norm or a bias of each layer; ``others``: fields of ``TensorSpec``."""
+    return TensorSpec(shape=(size,), parts={name: ()}, is_matrix=False, **others)
+
+
+def in_fp32(name: str, *shape: int, **others: Any) -> TensorSpec:
+    """A small tensor of each layer that is read and computed with in fp32; ``others`` as above."""
+    return TensorSpec(shape=shape, parts={name: ()}, is_matrix=False, dtype="float32", **others)
 
 
 def norm(config: ModelConfig, size: int, name: str) -> TensorSpec:
     """The weight of an RMSNorm; with an offset in fp32, as the sum is computed."""
-    dtype: DType | None = "float32" if config.norm_offset else None
-    return replace(vector(size, name), offset=config.norm_offset, dtype=dtype)
+    return vector(size, name, offset=config.norm_offset, dtype="float32" if config.norm_offset else None)
 
 
 def without_norm_weights(specs: TensorSpecs, names: Sequence[str] | None = None) -> TensorSpecs:
@@ -282,9 +286,7 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
     if config.o_bias:
         specs["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
     if config.has_sinks:
-        specs["sinks"] = TensorSpec(
-            shape=(config.num_heads,), parts={"self_attn.sinks": ()}, is_matrix=False, dtype="float32", shard_dim=0
-        )
+        specs["sinks"] = in_fp32("self_attn.sinks", config.num_heads, shard_dim=0)
     if config.qk_norm:
         turned = head_orders(config)
         for name in ("q", "k"):
@@ -342,6 +344,11 @@ def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
     }
 
 
+def named(names: Mapping[str, str], experts: ExpertNames | None = None) -> Callable[[ModelConfig], TensorSpecs]:
+    """``Family.tensors`` of checkpoints with other names."""
+    return lambda config: renamed(decoder_tensors(config, experts), names)
+
+
 def mlp_tensors(config: ModelConfig) -> TensorSpecs:
     """The MLP of the layers that have one: all, or those without experts."""
     if config.has_wide_mlps:
@@ -385,9 +392,7 @@ def mlp_tensors(config: ModelConfig) -> TensorSpecs:
             is_padded=True,
         )  # fmt: skip
     if config.mlp_bias:
-        specs["down_bias"] = TensorSpec(
-            shape=(hidden,), parts={"mlp.down_proj.bias": ()}, layers=layers, is_matrix=False
-        )
+        specs["down_bias"] = vector(hidden, "mlp.down_proj.bias", layers=layers)
     return specs
 
 
@@ -440,15 +445,12 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
         down[f"{prefix}.{names.down}.weight"] = (at,)
     if config.has_fused_experts:
         gate_up, down = {f"{names.prefix}.experts.gate_up_proj": ()}, {f"{names.prefix}.experts.down_proj": ()}
-    router, correction = f"{names.prefix}.gate.weight", f"{names.prefix}.gate.e_score_correction_bias"
     width = moe.latent or hidden  # of what the experts that are routed to read and give
     stack = partial(
         TensorSpec, layers=layers, per_expert=True, is_padded=True, is_transposed=config.has_transposed_experts
     )
     specs = {
-        "router": TensorSpec(
-            shape=(moe.num_experts, hidden), parts={router: ()}, layers=layers, is_matrix=False, dtype="float32"
-        ),
+        "router": in_fp32(f"{names.prefix}.gate.weight", moe.num_experts, hidden, layers=layers),
         "experts_gate_up": stack(shape=(len(moe.own), gates + inner, width), parts=gate_up, shard_dim=1),
         "experts_down": stack(shape=(len(moe.own), width, inner), parts=down, shard_dim=2),
     }
@@ -457,9 +459,8 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
             parts: dict[str, tuple[Place, ...]] = {f"{names.prefix}.{part}_latent_proj.weight": ()}
             specs[f"latent_{name}"] = TensorSpec(shape=shape, parts=parts, layers=layers)
     if moe.has_bias:
-        specs["router_bias"] = TensorSpec(
-            shape=(moe.num_experts,), parts={correction: ()}, layers=layers, is_matrix=False, dtype="float32"
-        )
+        correction = f"{names.prefix}.gate.e_score_correction_bias"
+        specs["router_bias"] = in_fp32(correction, moe.num_experts, layers=layers)
     if config.has_norm_biases:
         specs["router_logit_bias"] = replace(specs["router"], shape=(moe.num_experts,), parts={})
         specs["experts_gate_up_bias"] = TensorSpec(
@@ -476,10 +477,7 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
             is_padded=True,
         )
         if moe.has_shared_gate:
-            specs["shared_gate"] = TensorSpec(
-                shape=(1, hidden), parts={f"{names.prefix}.shared_expert_gate.weight": ()}, layers=layers,
-                is_matrix=False, dtype="float32",
-            )  # fmt: skip
+            specs["shared_gate"] = in_fp32(f"{names.prefix}.shared_expert_gate.weight", 1, hidden, layers=layers)
         specs["shared_down"] = TensorSpec(
             shape=(hidden, shared), parts={f"{prefix}.down_proj.weight": ()}, layers=layers, shard_dim=1, is_padded=True
         )
@@ -533,7 +531,7 @@ def per_layer_tensors(config: ModelConfig) -> TensorSpecs:
     """Embeddings for each layer, and the scalars of layers (Gemma 4)."""
     hidden, size, specs = config.hidden_size, config.per_layer_dim, {}
     if config.has_layer_scalars:
-        specs["layer_scalar"] = replace(vector(1, "layer_scalar"), dtype="float32")
+        specs["layer_scalar"] = in_fp32("layer_scalar", 1)
     if not size:
         return specs
     lines = config.per_layer_lines or config.vocab_size
@@ -556,9 +554,6 @@ def stream_tensors(config: ModelConfig, altup: AltUp) -> TensorSpecs:
     """Projections of residual streams, what predicts and corrects them, and the low-rank branch (Gemma 3n)."""
     hidden, count, rank = config.hidden_size, altup.num_streams, altup.laurel_rank
 
-    def coefficients(shape: tuple[int, ...], name: str) -> TensorSpec:
-        return TensorSpec(shape=shape, parts={f"altup.{name}.weight": ()}, is_matrix=False, dtype="float32")
-
     def projections(shape: tuple[int, int], parts: Mapping[str, tuple[Place, ...]]) -> TensorSpec:
         names = {f"model.altup_{name}.weight": place for name, place in parts.items()}
         return TensorSpec(shape=shape, parts=names, per_layer=False)
@@ -568,10 +563,10 @@ def stream_tensors(config: ModelConfig, altup: AltUp) -> TensorSpecs:
     return {
         "streams_in": projections(((count - 1) * hidden, hidden), rows),
         **{name: projections((hidden, hidden), parts) for name, parts in outs.items()},
-        "stream_router": coefficients((count, hidden), "modality_router"),
+        "stream_router": in_fp32("altup.modality_router.weight", count, hidden),
         "stream_router_norm": norm(config, hidden, "altup.router_norm.weight"),
-        "stream_prediction": coefficients((count * count, count), "prediction_coefs"),
-        "stream_correction": coefficients((count, count), "correction_coefs"),
+        "stream_prediction": in_fp32("altup.prediction_coefs.weight", count * count, count),
+        "stream_correction": in_fp32("altup.correction_coefs.weight", count, count),
         "stream_scale": vector(hidden, "altup.correct_output_scale"),
         "laurel_in": TensorSpec(shape=(rank, hidden), parts={"laurel.linear_left.weight": ()}),
         "laurel_out": TensorSpec(shape=(hidden, rank), parts={"laurel.linear_right.weight": ()}),

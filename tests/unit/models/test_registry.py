@@ -1194,7 +1194,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**GEMMA3N, "altup_active_idx": 1, "altup_correct_scale": False},
-        "altup_active_idx is 1; only 0 is.*_scale is Fa",
+        "altup_active_idx is 1; of this architecture it must be 0; altup_correct_scale is Fa",
     ),
     (
         {**GEMMA3N, "intermediate_size": [32, 64]},
@@ -1230,7 +1230,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
             "hidden_activation": "gelu",
             "use_bidirectional_attention": True,
         },
-        "sliding_window is null.*only causal attention.*hidden_activation is 'gelu'; only 'gelu_pytorch_tanh'",
+        "sliding_window is null.*only causal attention.*hidden_activation is 'gelu'; .* it must be 'gelu_pytorch_tanh'",
     ),
     (
         {**FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": True, "mamba_proj_bias": True},
@@ -1239,7 +1239,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**FALCON, "ssm_multipliers": [1.0]}, r"ssm_multipliers is \[1.0\]; it must be a list of 5 numbers"),
     ({**FALCON, "mamba_d_head": 7}, r"mamba_n_heads \(6\) times mamba_d_head \(7\) is not mamba_d_ssm \(96\)"),
     ({**PUBLISHED["gemma-2-2b-it"][0], "attn_logit_softcapping": 0}, "attn_logit_softcapping is 0.*over 0"),
-    ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; only 'gelu_py"),
+    ({**PUBLISHED["gemma-3-1b-it"][0], "hidden_activation": "silu"}, "hidden_activation is 'silu'; .* be 'gelu_py"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "sliding_window": None}, "sliding_window is null"),
     ({**PUBLISHED["gemma-3-1b-it"][0], "rope_parameters": {"full_attention": 3}}, "rope settings of each kind"),
     (
