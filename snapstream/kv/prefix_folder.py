@@ -12,6 +12,7 @@ import fcntl
 import os
 import secrets
 import stat
+from io import FileIO
 from pathlib import Path
 
 from snapstream.config import ParallelConfig
@@ -37,9 +38,9 @@ class PrefixFolder:
             raise
 
     def close(self) -> None:
-        """Release the locks; idempotent."""
-        while self._locks:
-            os.close(self._locks.pop())
+        """Release the locks, as the end of this object does; idempotent."""
+        for lock in self._locks:
+            lock.close()
 
 
 def rank_part(parallel: ParallelConfig, rank: int) -> str:
@@ -49,14 +50,16 @@ def rank_part(parallel: ParallelConfig, rank: int) -> str:
     return f"rank-{rank}-of-{parallel.size}-{parallel.experts}-{parallel.attention}"
 
 
-def _locked(path: Path, kind: int) -> int:
-    """File descriptor of a folder's locked marker; ValueError if another engine has locked it."""
-    lock = os.open(_prepared(path) / MARKER, os.O_RDWR | os.O_CLOEXEC)
+def _locked(path: Path, kind: int) -> FileIO:
+    """A folder's marker, locked until it is closed; ValueError if another engine has locked it."""
+    lock = FileIO(_prepared(path) / MARKER, "r+")
     try:
         fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise ValueError(f"prefix_dir {path} is in use by another engine") from None
+    except OSError as error:
+        lock.close()
+        is_held = isinstance(error, BlockingIOError)
+        why = "is in use by another engine" if is_held else f"cannot be locked: {error.strerror}"
+        raise ValueError(f"prefix_dir {path} {why}") from None
     return lock
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from errno import EROFS
+from errno import EAGAIN, ENOLCK, EROFS
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -34,6 +35,11 @@ SELECTOR = SnapKV(observation_len=4)
 BUDGET = KVBudget(num_sink=2, num_topk=14, num_recent=16)
 STORE = PrefixStoreConfig(num_bytes=2**20, block_len=BLOCK, min_tokens=BLOCK, idle_len=0)
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0, return_kept=True)
+
+SETTINGS: dict[str, Any] = {
+    "budget": BUDGET, "selector": SELECTOR, "max_model_len": LONGEST, "max_rows": 4, "chunk_len": BLOCK,
+    "prefix_store": STORE, "progress": False,
+}  # fmt: skip
 
 
 def ids(count: int, seed: int = 3) -> list[int]:
@@ -64,9 +70,7 @@ def folder(folders: Folders) -> Path:
 
 @contextmanager
 def engine(folder: Path, **settings: Any) -> Iterator[LLM]:
-    given = {"budget": BUDGET, "selector": SELECTOR, "max_model_len": LONGEST, "max_rows": 4, "chunk_len": BLOCK,
-             "prefix_store": STORE, "progress": False}  # fmt: skip
-    with LLM(folder, **(given | settings)) as llm:
+    with LLM(folder, **(SETTINGS | settings)) as llm:
         yield llm
 
 
@@ -792,6 +796,29 @@ def test_a_start_that_fails_leaves_the_folder_to_the_next(model: Path, tmp_path:
         start(broken, tmp_path / "store")
     assert "in use" not in str(failed.value)
     start(model, tmp_path / "store")
+
+
+def test_a_dropped_engine_leaves_the_folder_to_the_next(model: Path, tmp_path: Path) -> None:
+    llm = LLM(model, **SETTINGS, prefix_dir=str(tmp_path / "store"))
+    answer(llm, DOCUMENT)
+    del llm
+
+    def is_free() -> bool:
+        gc.collect()
+        with suppress(ValueError):  # until its thread has ended
+            PrefixFolder(tmp_path / "store").close()
+            return True
+        return False
+
+    until(is_free)
+
+
+@pytest.mark.parametrize(("number", "why"), [(EAGAIN, "is in use by another engine"), (ENOLCK, "cannot be locked: No")])
+def test_a_folder_that_is_not_locked(number: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOLCK: a network file system may have no locks."""
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(number, os.strerror(number))))
+    with pytest.raises(ValueError, match=why):
+        PrefixFolder(tmp_path / "a")
 
 
 def test_the_secret_is_made_once(tmp_path: Path) -> None:
