@@ -1,4 +1,4 @@
-"""Host memory: large zeroed buffers in huge pages, and uploads of small data without synchronization.
+"""Host memory and devices: large zeroed buffers in huge pages, uploads of small data without synchronization.
 
 Weights and rows are read end to end at every step. With 4 KiB pages each page costs a TLB lookup and stops hardware
 prefetch; a huge page has 2 MiB. Uploads to a GPU go through pinned memory in stream order; torch reuses a pinned buffer
@@ -44,3 +44,11 @@ def upload(values: Sequence[Any] | Tensor, dtype: torch.dtype, device: torch.dev
     if device.type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device)
+
+
+def check_usable(device: str) -> None:
+    """ValueError for a device that torch does not know or this machine does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # which of them depends on how torch was built
+        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None

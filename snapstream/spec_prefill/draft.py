@@ -35,6 +35,7 @@ from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.backends.autotune import automatic
 from snapstream.kernels.backends.prefill import Case
 from snapstream.kernels.cpu.looped.library import library_problem
+from snapstream.kernels.memory import check_usable
 from snapstream.kernels.pytorch import capped_
 from snapstream.kv.cache import KVCache
 from snapstream.kv.compress import write_rows
@@ -312,7 +313,7 @@ class Draft:
         """Read a checkpoint folder or a GGUF file. ValueError, with the reason, for a model that cannot be a draft."""
         check_choice("dtype", dtype, tuple(DTYPE_BYTES))
         folder = local_folder(as_path("the draft's folder", folder), progress=progress)
-        check_torch_device(device)
+        check_usable(device)
         config = read_model_config(folder)
         if config.recurrent_layers:
             raise ValueError(f"{folder}: {config.architecture} has recurrent layers; a draft needs attention in each")
@@ -400,14 +401,6 @@ class Draft:
             return_special_tokens_mask=True,
             verbose=False,  # texts longer than the context are expected
         )
-
-
-def check_torch_device(device: str) -> None:
-    """ValueError for a device that torch does not know or this machine does not have."""
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:  # which of them depends on how torch was built
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
 
 
 def passages_of(num_tokens: int, room: int, overlap: int) -> list[tuple[int, int]]:

@@ -95,7 +95,7 @@ def check_device(device: str) -> None:
         raise ValueError(f"device is {device!r}; it must be 'cpu' or 'cuda'")
     if device == "cpu":
         return
-    import torch
+    from snapstream.kernels.memory import check_usable
 
     _, _, index = device.partition(":")
     if index not in ("", "0"):  # streams, captures and kernels are made on the current GPU, which is the first
@@ -103,10 +103,7 @@ def check_device(device: str) -> None:
             f"device is {device!r}; the engine runs on the first GPU that it sees: "
             f"set CUDA_VISIBLE_DEVICES={index} and use 'cuda'"
         )
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # which of the two depends on how torch was built
-        raise ValueError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from None
+    check_usable(device)
 
 
 def visible_gpus() -> list[str]:
