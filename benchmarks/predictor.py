@@ -137,9 +137,9 @@ class Predictor:
         """
         stored, own, size = self._stored, self._own, self.parallel.size
         weights = decode_weight_bytes(stored, self.dtype, self.formats, num_rows)
-        is_dp = self.parallel.attention == "dp"
+        is_dp = self.parallel.dp_size > 1
         spec = kv_spec_of(stored if is_dp else own, self.dtype, self.kv_dtype)
-        rows = -(-num_rows // size) if is_dp else num_rows
+        rows = -(-num_rows // self.parallel.dp_size)
         num_tokens = visible_slots if num_tokens is None else num_tokens
         flop = rows * attention_flop(spec, visible_slots, num_tokens)
         hidden = num_rows * self.model.hidden_size * DTYPE_BYTES[self.dtype]

@@ -205,7 +205,7 @@ def step_bytes(model: ModelConfig, config: EngineConfig, num_rows: int, num_toke
     own = rank_config(model, config.parallel, formats=config.weights)
     spec = kv_spec_of(own, config.dtype, config.kv_dtype).limited(config.max_model_len)
     visible = spec.visible_bytes(min(num_tokens, config.budget.capacity), num_tokens)
-    num_own = -(-num_rows // config.parallel.size) if config.parallel.attention == "dp" else num_rows
+    num_own = -(-num_rows // config.parallel.dp_size)
     return decode_weight_bytes(own, config.dtype, config.weights, num_rows) + num_own * visible
 
 

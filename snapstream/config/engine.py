@@ -82,6 +82,11 @@ class ParallelConfig:
         """Ranks on rank 0's machine."""
         return self.num_local or self.size
 
+    @property
+    def dp_size(self) -> int:
+        """Ranks that rows are distributed over; 1 where each rank has its heads' part of every row."""
+        return self.size if self.attention == "dp" else 1
+
 
 # Tokens of a block; a hit equals a cold prefill bit for bit where its end is also the end of a chunk. A GPU copies each
 # layer of a block over its link, which is slow in small pieces.

@@ -53,9 +53,8 @@ class FreeRows:
     """
 
     def __init__(self, num_rows: int, parallel: ParallelConfig) -> None:
-        num_ranks = parallel.size if parallel.attention == "dp" else 1
-        self._free = [list(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)]  # a heap per rank
-        self._num_used = [0] * num_ranks
+        self._free = [list(range(rank, num_rows, parallel.dp_size)) for rank in range(parallel.dp_size)]  # heaps
+        self._num_used = [0] * parallel.dp_size
 
     def __len__(self) -> int:
         return sum(map(len, self._free))

@@ -145,7 +145,7 @@ def why_not_speculative(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
     if (size := config.parallel.size) > 1 and config.device.startswith("cuda"):
         return f"several ranks (tensor_parallel {size}) verify drafts on a CPU only"
-    if size > 1 and config.parallel.attention == "dp":
+    if config.parallel.dp_size > 1:
         return "attention is 'dp', and ranks verify drafts only of rows that they share ('tp')"
     return None
 
@@ -417,7 +417,7 @@ def _why_not(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"{model.architecture} has attention and recurrence side by side in a layer, which it runs on one rank"
     if parallel.address:
         return "its ranks all-reduce through shared memory, and these are on several machines"
-    if parallel.attention == "dp":
+    if parallel.dp_size > 1:
         return "attention is 'dp'; its all-reduces are those of 'tp'"
     return None
 

@@ -254,8 +254,7 @@ def why_no_store(model: ModelConfig, device: str) -> str | None:
 
 def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, max_model_len: int) -> int:
     """``EngineConfig.prefix_row_len``."""
-    is_split_by_rows = options.parallel.attention == "dp" and options.parallel.size > 1
-    if model.recurrent_layers or is_split_by_rows or kv_dtype != "auto":
+    if model.recurrent_layers or options.parallel.dp_size > 1 or kv_dtype != "auto":
         return 0
     windows = [window for window in model.windows or () if window is not None]
     return min([max_model_len, *windows])

@@ -192,8 +192,8 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         rank_config(whole, parallel, formats=config.weights)
         for parallel in (config.parallel, split_heads(config.parallel))
     )
-    is_dp = config.parallel.attention == "dp"
-    spec = kv_spec_of(stored if is_dp else model, config.dtype, config.kv_dtype).limited(config.max_model_len)
+    dp_size = config.parallel.dp_size
+    spec = kv_spec_of(stored if dp_size > 1 else model, config.dtype, config.kv_dtype).limited(config.max_model_len)
     slots = config.budget.capacity
     if config.heads is not None:  # of the rank with the most slots
         slots = config.heads.mean_capacity(config.parallel.size)
@@ -220,7 +220,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         reserved_bytes=config.reserved_bytes + (draft.fixed_bytes if draft else 0),
         bounce_bytes=bounce_bytes(model, config) if kind == "cuda" else 0,
         store_bytes=0 if kind == "cuda" else prefix_store_bytes(whole, config),
-        dp_size=config.parallel.size if is_dp else 1,
+        dp_size=dp_size,
     )
 
 

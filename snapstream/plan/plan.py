@@ -184,7 +184,7 @@ class _Planner:
         self.formats, self.kv_dtype = resolve_formats(model, options, device=gpu.kind)
         self.stored = rank_config(model, options.parallel, formats=self.formats)
         self.own = rank_config(model, split_heads(options.parallel), formats=self.formats)
-        row_model = self.stored if options.attention == "dp" else self.own
+        row_model = self.stored if options.parallel.dp_size > 1 else self.own
         self._reserved_bytes = 0 if draft is None else draft.total_bytes
         self.spec = kv_spec_of(row_model, options.dtype, self.kv_dtype).limited(max_model_len)
 
