@@ -66,10 +66,10 @@ test-sanitized: $(STAMP) ## drawn configurations of looped decode, its library c
 
 test-clients: $(CLIENTS) ## install real clients (0.8 GB) and run them against a server
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile tests/clients tests/integrations/test_lm_eval.py tests/integrations/test_public_suites.py \
-		tests/integrations/test_transformers.py::test_lm_evals_own_model
+		tests/integrations/test_transformers.py::test_lm_evals_own_model tests/server/test_tracing.py
 
 $(CLIENTS): $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev,clients,otel]'
 	@# The AI SDK (36 MB), where npm is. Its tests are skipped where it is not.
 	@! command -v npm > /dev/null || npm install --silent --no-audit --no-fund --prefix $(NPM) \
 		ai@6 @ai-sdk/openai@3 @ai-sdk/openai-compatible@2 @ai-sdk/anthropic@3 zod@4
