@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import testclient
 
 from snapstream import LLM, AsyncLLM, SamplingParams
 from snapstream.assets import TINY_MODEL
@@ -259,7 +260,6 @@ DOC = (Path(__file__).parents[2] / "docs" / "python.md").read_text(encoding="utf
 
 
 def test_the_web_application_streams_what_generate_gives() -> None:
-    testclient = pytest.importorskip("fastapi.testclient")
     block = re.findall(r"```python\n(.*?)```", DOC.split("## AsyncLLM")[1], re.DOTALL)[0]
     names: dict[str, Any] = {}
     block = block.replace("path/to/Llama-3.2-1B-Instruct", str(TINY_MODEL)).replace("budget=8192", "budget=256")

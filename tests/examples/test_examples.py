@@ -53,7 +53,6 @@ def test_it_runs(name: str) -> None:
 
 
 def test_the_client_streams_from_a_server(tmp_path: Path) -> None:
-    pytest.importorskip("openai")
     with served([str(TINY_MODEL), "--budget", "256"], tmp_path / "log") as server:
         out = run(
             "streaming_client.py", f"The code of the vault is {CODE}.\n\nWhat is it?", "--url", f"{server.url}/v1"

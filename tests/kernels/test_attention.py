@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from snapstream.config import DType, ModelConfig
 from snapstream.kernels import memory, pytorch, reference
@@ -195,8 +196,7 @@ def test_a_sliding_window_equals_the_reference(num_queries: int, num_keys: int, 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
 def test_a_sliding_window_is_the_one_of_transformers(window: int) -> None:
-    masks = pytest.importorskip("transformers.masking_utils")
-    sees = masks.sliding_window_causal_mask_function(window)
+    sees = masking_utils.sliding_window_causal_mask_function(window)
     q, k = torch.zeros(5, 1, 4), torch.zeros(1, 8, 4)
     got = reference.prefill_attention(q, k, torch.eye(8)[None], window=window)[:, 0] > 0
     expected = [[bool(sees(0, 0, torch.tensor(query), torch.tensor(key))) for key in range(8)] for query in range(3, 8)]

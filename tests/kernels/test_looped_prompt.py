@@ -362,7 +362,6 @@ def test_tokens_are_those_of_the_reference(model: Path) -> None:
 # Native calls around the attention of prompts: near the plain ones they replace, and the same bits for a token
 # whatever is beside it.
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 FORMS = [
     *(WeightFormats.of(width).layers for width in ("float32", "bfloat16", "int8", "int4", "uint4", "mxfp4")),
     *(WeightFormat(dtype=dtype, group=group) for dtype, group in K_GROUPS.items()),  # type: ignore[arg-type]
