@@ -404,12 +404,12 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
     num_tokens = q.shape[1]
     if num_tokens == 1 or decay.dim() == 4:
         return reference.gated_delta(q, k, v, decay, beta, state)
-    q, k = (part.repeat_interleave(v.shape[2] // q.shape[2], dim=2) for part in (q, k))
-    out = torch.empty_like(v)
+    group, out = v.shape[2] // q.shape[2], torch.empty_like(v)
     above = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, num_tokens, size):
         own = slice(start, min(start + size, num_tokens))
-        q_own, k_own, v_own = (part[:, own].transpose(1, 2) for part in (q, k, v))  # [S, H, n, K]
+        q_own, k_own = (part[:, own].repeat_interleave(group, dim=2).transpose(1, 2) for part in (q, k))
+        v_own = v[:, own].transpose(1, 2)  # [S, H, n, V]
         total = decay[:, own].transpose(1, 2).cumsum(-1)  # [S, H, n], of logarithms
         b_own = beta[:, own].transpose(1, 2)[..., None]  # [S, H, n, 1]
         between = (
@@ -425,7 +425,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, st
         out[:, own] = (since * (q_own @ state) + scores @ u).transpose(1, 2)
         left = (total[..., -1:] - total).exp()[..., None]  # decay from each token to the chunk's end
         state.mul_(total[..., -1].exp()[..., None, None]).add_((left * k_own).transpose(-1, -2) @ u)
-    return out * q.shape[-1] ** -0.5
+    return out.mul_(q.shape[-1] ** -0.5)
 
 
 def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor, size: int = 64) -> Tensor:
@@ -433,12 +433,12 @@ def selective_scan(c: Tensor, b: Tensor, x: Tensor, decay: Tensor, state: Tensor
     num_tokens = x.shape[1]
     if num_tokens == 1:
         return reference.selective_scan(c, b, x, decay, state)
-    b, c = (part.repeat_interleave(x.shape[2] // b.shape[2], dim=2) for part in (b, c))
-    out = torch.empty_like(x)
+    group, out = x.shape[2] // b.shape[2], torch.empty_like(x)
     above = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     for start in range(0, num_tokens, size):
         own = slice(start, min(start + size, num_tokens))
-        b_own, c_own, x_own = (part[:, own].transpose(1, 2) for part in (b, c, x))  # [S, H, n, N or P]
+        b_own, c_own = (part[:, own].repeat_interleave(group, dim=2).transpose(1, 2) for part in (b, c))
+        x_own = x[:, own].transpose(1, 2)  # [S, H, n, P]
         total = decay[:, own].transpose(1, 2).cumsum(-1)  # [S, H, n], of logarithms
         between = total[..., :, None] - total[..., None, :]
         between = between.masked_fill_(above[: total.shape[-1], : total.shape[-1]], -torch.inf).exp_()  # [S, H, n, n]

@@ -254,10 +254,10 @@ def causal_conv(x: Tensor, state: Tensor, taps: Tensor, bias: Tensor | None = No
     inputs = torch.cat((state, x.to(torch.float32)), dim=1)  # [S, K-1+n, C]
     out = taps[0] * inputs[:, : x.shape[1]]
     for place in range(1, len(taps)):
-        out = torch.addcmul(out, taps[place], inputs[:, place : place + x.shape[1]])
+        out.addcmul_(taps[place], inputs[:, place : place + x.shape[1]])
     state.copy_(inputs[:, x.shape[1] :])
-    out = out if bias is None else out + bias
-    return (F.silu(out) if silu else out).to(x.dtype)
+    out = out if bias is None else out.add_(bias)
+    return (F.silu(out, inplace=True) if silu else out).to(x.dtype)
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:

@@ -142,12 +142,12 @@ class Mamba2Layer(DenseLayer):
         out = view.recur(self._index, projected[:, inner:], self._recur, self._recur_rows)
         # A slice, so that torch takes SiLU row by row: its last few numbers are rounded one by one, not as vectors.
         z = view.outputs(projected)[:, :inner].to(torch.float32)
-        gated = out.view_as(z) * F.silu(z)
+        gated = out.view_as(z).mul_(F.silu(z))
         if self._out_norm is None:
             return gated.to(projected.dtype)
         grouped = gated.unflatten(1, (self._net.groups, -1))
-        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
-        return (normed.flatten(1) * self._out_norm).to(projected.dtype)
+        normed = grouped.mul_(torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps))
+        return normed.flatten(1).mul_(self._out_norm).to(projected.dtype)
 
     def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """A ``Recurrence`` over ``x | B | C | dt``, ``[S, n, C + H]``; outputs ``[S, n, I]`` fp32."""
@@ -161,7 +161,7 @@ class Mamba2Layer(DenseLayer):
         b, c = (part.unflatten(-1, (net.groups, net.state_dim)) for part in (b, c))
         step = F.softplus(inputs[..., net.channels :].to(torch.float32) + self._step)  # [S, n, H]
         out = self._kernels.selective_scan(c, b, x * step[..., None], self._rate * step, states["memory"])
-        return (out + self._skip[:, None] * x).flatten(2)
+        return out.add_(self._skip[:, None] * x).flatten(2)
 
     def _recur_rows(self, inputs: Tensor, states: Mapping[str, Tensor], rows: Tensor) -> Tensor:
         assert self._kernels.conv_step is not None and self._kernels.memory_step is not None

@@ -19,6 +19,7 @@ from snapstream.config import (
     Selector,
 )
 from snapstream.config.engine import SNAPSHOT_LEN, Speculator
+from snapstream.config.model import DeltaNet, Mamba2
 from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import MAX_DRAFTED, executor_of, mlp_size
@@ -83,7 +84,14 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     mlp = query_size + (3 if model.moe is None else 4) * hidden + mlp_size(model)
     if model.per_layer_dim:
         mlp += hidden + 4 * model.per_layer_dim  # the embeddings of tokens, for layer 0 and for this one
-    return num_tokens * max(attention, mlp) * DTYPE_BYTES[dtype]
+    recurrent = 0
+    if isinstance(net := model.recurrent, Mamba2):  # as projected and convolved; fp32 inputs and outputs of the scan
+        own = sum(net.projected) + net.channels + (hidden + query_size if model.has_parallel_recurrence else 0)
+        recurrent = own * DTYPE_BYTES[dtype] + 4 * (2 * net.channels + net.inner)
+    elif isinstance(net, DeltaNet):  # the same, with gates and inputs side by side; of KDA a decay per element of a key
+        own = hidden + net.projected + 2 * net.channels + 4 * net.value_heads + 3 * net.key_size * bool(net.gate_rank)
+        recurrent = own * DTYPE_BYTES[dtype] + 4 * net.channels * (4 if net.gate_rank else 2)
+    return num_tokens * max(max(attention, mlp) * DTYPE_BYTES[dtype], recurrent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,6 +63,20 @@ STATES = {
 DELTA = {
     "architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 3, "linear_num_value_heads": 32,
 }  # fmt: skip
+SMALL_DELTA = {**DELTA, "hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 8}
+MAMBA = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "mamba", "attention", *["mamba"] * 3],
+    "num_local_experts": 0, "shared_intermediate_size": 8192, "mamba_n_heads": 128, "mamba_d_state": 128,
+}  # fmt: skip
+KDA = {
+    "architectures": ["KimiLinearForCausalLM"], "hidden_size": 2304, "intermediate_size": 9216, "q_lora_rank": None,
+    "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": 32,
+    "linear_num_heads": 32, "linear_head_dim": 128, "n_routed_experts": None, "first_k_dense_replace": 6,
+}  # fmt: skip
+STATES_OF = {
+    "states of DeltaNet": DELTA, "states of DeltaNet, small MLP": SMALL_DELTA, "states of Mamba-2": MAMBA,
+    "states of KDA": KDA,
+}  # fmt: skip
 GEMMA4 = {
     "architectures": ["Gemma4ForCausalLM"], "layer_types": ["sliding_attention", "full_attention"] * 3,
     "sliding_window": 512, "head_dim": 256, "global_head_dim": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -89,7 +103,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows, fp8": {"kv_dtype": "fp8"},
     "states": {},
     "states, fp8": {"kv_dtype": "fp8"},
-    "states of DeltaNet": {},
+    **dict.fromkeys(STATES_OF, {}),
     "gemma4": {},
     "gemma4, fp8": {"kv_dtype": "fp8"},
     "gemma4, int4": {"weights": WeightFormats.of("int4")},
@@ -118,7 +132,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> ModelConfig:
     elif case.startswith("gemma3n"):
         settings = LLAMA_8B | GEMMA3N
     elif case.startswith("states"):
-        settings = LLAMA_8B | (DELTA if "DeltaNet" in case else STATES)
+        settings = LLAMA_8B | STATES_OF.get(case, STATES)
     (tmp_path / "config.json").write_text(json.dumps(settings))
     return read_model_config(tmp_path)
 
