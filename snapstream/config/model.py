@@ -491,7 +491,8 @@ class ModelConfig:
     logit_cap: float | None = None  # c of c tanh(logits / c)
     score_cap: float | None = None  # the same of attention scores, before the softmax (Gemma 2)
     tie_word_embeddings: bool = False
-    has_sinks: bool = False  # a learned attention sink per query head (gpt-oss)
+    has_sinks: bool = False  # a learned attention sink per query head (gpt-oss); with full_heads under windows alone
+    value_dim: int | None = None  # numbers of a value, where a key has more; zeros are kept behind them (MiMo)
     # Numbers of a token whose sigmoid gates the output of a head of attention: head_dim, in the checkpoint behind each
     # query head (Qwen3-Next) or apart (Trinity), 1, of a projection of its own (LFM3), or 0: none.
     gate_dim: int = 0
@@ -644,7 +645,7 @@ class ModelConfig:
         """ValueError for parts in which layers differ and that do not go together."""
         if (own := self.full_heads) is not None:
             has_own_ropes = self.window_rope is not None and self.windows is not None
-            check(has_own_ropes and not (self.latent or self.has_sinks), "full_heads needs a window_rope, and no sinks")
+            check(has_own_ropes and not self.latent, "full_heads needs a window_rope, and no latents")
             heads = own.num_heads or self.num_heads
             check(
                 own.num_kv_heads >= 1 and heads % own.num_kv_heads == 0,
@@ -672,6 +673,13 @@ class ModelConfig:
                 "norms of values, unscaled scores, shared or equal keys and values need norms of the heads of q and k, "
                 "and exclude biases, gates, sinks, latents and recurrent layers",
             )  # fmt: skip
+        if self.value_dim is not None:
+            check(
+                2 <= self.value_dim <= self.head_dim
+                and not (self.latent or self.has_fused_qkv or self.gate_dim or self.keys_are_values or self.altup),
+                f"values have {self.value_dim} numbers; it must be 2 to {self.head_dim}, the size of a key, without "
+                "latents, fused projections and gates",
+            )
         if self.has_layer_ends:
             check(
                 self.norms.has_outputs and self.norms.has_inputs and not self.is_parallel and not self.is_centered,
@@ -702,6 +710,10 @@ class ModelConfig:
 
     def heads_of(self, layer: int) -> HeadSizes:
         return self.all_heads[0 if self.layer_windows[layer] is not None else -1]
+
+    def has_sinks_in(self, layer: int) -> bool:
+        """Whether a layer has learned attention sinks."""
+        return self.has_sinks and (self.full_heads is None or self.layer_windows[layer] is not None)
 
     def source_of(self, layer: int) -> int:
         """The layer whose keys and values a layer attends to."""

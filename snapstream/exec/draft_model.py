@@ -68,8 +68,7 @@ class DraftModel:
         """``config``: of its steps (``plan/memory.py:speculator_config``), which ``make_decode`` makes."""
         self._decoder, self._capacity, self._device = decoder, config.budget.capacity, decoder.device
         spec = decoder.kv_spec(config.kv_dtype).limited(config.max_model_len)
-        sinks = decoder.weights.vectors.get("sinks")
-        self._cache = KVCache(spec, config.max_rows, self._capacity, self._device, decoder.kernels, sinks=sinks)
+        self._cache = KVCache(spec, config.max_rows, self._capacity, self._device, decoder.kernels, sinks=decoder.sinks)
         self._rows = Rows(config.max_rows, self._device)
         sampling = SamplingState(config.max_rows, decoder.config.vocab_size, self._device)
         parts = StepParts(

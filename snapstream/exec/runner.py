@@ -161,8 +161,7 @@ class ModelRunner:
         )
         capacity = config.budget.capacity
         heads = None if config.heads is None else config.heads.of_rank(decoder.group.rank, decoder.group.size)
-        sinks = decoder.weights.vectors.get("sinks")
-        self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, partition, heads, sinks)
+        self.cache = KVCache(spec, config.max_rows, capacity, device, decoder.kernels, partition, heads, decoder.sinks)
         self.rows = Rows(config.max_rows, device)
         self.buffers = StagingBuffers(spec, model.stream_size, config.pool_tokens, dtype, device)
         self.sampling = SamplingState(config.max_rows, model.vocab_size, device)

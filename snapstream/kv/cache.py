@@ -26,7 +26,7 @@ With data-parallel attention, row ``n`` of the engine is stored on rank ``n mod 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from operator import mul
@@ -193,11 +193,11 @@ class KVCache:
         kernels: Kernels | None = None,
         partition: RowPartition | None = None,
         heads: HeadSlots | None = None,
-        sinks: Tensor | None = None,
+        sinks: Callable[[int], Tensor | None] = lambda layer: None,
     ) -> None:
         """``kernels`` default to ``bind(device)``. With ``partition`` only this rank's part of ``num_rows`` is stored.
-        With ``heads`` (per-head budgets) ``capacity`` is the mean over heads. ``sinks [L, H]``: the model's learned
-        attention sinks, if it has any, which take their share of attention scores.
+        With ``heads`` (per-head budgets) ``capacity`` is the mean over heads. ``sinks``: the learned attention sinks
+        ``[H]`` of a layer, if it has any, which take their share of attention scores.
         """
         self.sinks = sinks
         self.spec = spec
@@ -303,9 +303,9 @@ class KVCache:
 
     def score_kernels(self, layer: int, span: HeadSpan | None = None) -> Kernels:
         """The cache's kernels, which score with a layer's sinks, if any, of a span's query heads."""
-        if self.sinks is None:
+        own = self.sinks(layer)
+        if own is None:
             return self.kernels
-        own = self.sinks[layer]
         return self.kernels.with_sinks(own if span is None else span.queries(own[None], self.spec.num_kv_heads)[0])
 
     def slots(self, stored: Tensor, layer: int, row: int, span: HeadSpan | None = None) -> Tensor:

@@ -171,8 +171,8 @@ class Decoder:
         self._vocabulary = Vocabulary(weights, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
-        """Learned attention sinks ``[H]`` of a layer, of this rank's query heads; None if the model has none."""
-        return self.weights.vectors["sinks"][layer] if self.config.has_sinks else None
+        """Learned attention sinks ``[H]`` of a layer, of this rank's query heads; None if it has none."""
+        return self.weights.vectors["sinks"][layer] if self.config.has_sinks_in(layer) else None
 
     @classmethod
     def load(

@@ -434,6 +434,7 @@ class DenseLayer:
         self._head_norm, self._turned_scale = _head_norm(config, weights, index), turned_scale(config, weights)
         is_full, is_shared = config.layer_windows[index] is None, config.source_of(index) != index
         self._num_values, _, num_heads = config.heads_of(index)
+        self._value_dim = config.value_dim
         self._num_copied = self._num_values if config.keys_are_values and is_full and not is_shared else 0
         self._value_norm: Tensor | None = None
         if config.has_value_norm and not is_shared:
@@ -470,7 +471,7 @@ class DenseLayer:
         return attended * gates.unflatten(1, (-1, self._gate_dim))
 
     def _attend_ungated(self, heads: Tensor, rope: CosSin, view: KVView) -> Tensor:
-        """``heads [T, (H+2G)E]``; returns ``[T', H, E]``."""
+        """``heads [T, (H+2G)E]``; returns ``[T', H, E']``, E' numbers of a value."""
         for columns, weight in self._whole_norms:
             heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
         if self._has_scales:
@@ -494,7 +495,8 @@ class DenseLayer:
             values = heads[:, -self._num_values :]
             normed = self._kernels.rms_norm(values.reshape(-1, self._head_dim), self._value_norm, self._eps)
             values.copy_(normed.view_as(values))
-        return view.attend(self._index, heads, self._head_norm, rope)
+        attended = view.attend(self._index, heads, self._head_norm, rope)
+        return attended if self._value_dim is None else attended[..., : self._value_dim]
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
         if self._adds_products and self._post_norm is not None and self._mlp is not None:
@@ -640,7 +642,7 @@ def _head_norm(config: ModelConfig, weights: LayerWeights, layer: int) -> HeadNo
     """Norms of q and k as one over ``[T, H+G, E]``, so that both cost one call; of a layer that shares the keys of
     another that of q alone. Where scores are not divided by sqrt(E), q is multiplied by it.
     """
-    sinks = weights.optional("sinks")
+    sinks = weights.vector("sinks") if config.has_sinks_in(layer) else None
     q, k = weights.optional("q_norm"), weights.optional("k_norm")
     if not config.qk_norm or q is None:  # also where whole projections are normed: before this
         return HeadNorm(None, config.rms_norm_eps, sinks, config.score_cap)

@@ -1,5 +1,5 @@
 """Mixtures of experts with the attention of Llama, Qwen, OLMo or EXAONE: MiniMax M2 and M3, dots.llm1, ERNIE 4.5,
-OLMoE, Hy3, Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity, Laguna, Step 3.5. No torch.
+OLMoE, Hy3, Mellum, K-EXAONE, Kolibri, Flint, Hunyuan, Trinity, Laguna, MiMo, Step 3.5. No torch.
 """
 
 from __future__ import annotations
@@ -303,6 +303,72 @@ def _laguna_refusals(settings: Settings) -> list[str]:
     return reasons
 
 
+def _mimo_settings(settings: Settings) -> Settings:
+    """Kinds of layers and their ropes of published files by their names in transformers."""
+    found, count = dict(settings), num_layers(settings)
+    kinds, sparse = found.get("hybrid_layer_pattern"), found.get("moe_layer_freq")
+    if not isinstance(kinds, list):
+        kinds = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(count)]
+    if not isinstance(sparse, list):
+        sparse = [int(layer > 0) for layer in range(count)]
+    if found.get("layer_types") is None:
+        found["layer_types"] = ["sliding_attention" if own else "full_attention" for own in kinds]
+    if found.get("mlp_layer_types") is None:
+        found["mlp_layer_types"] = ["sparse" if own else "dense" for own in sparse]
+    if found.get("rope_parameters") is None:
+        bases = {"full_attention": "rope_theta", "sliding_attention": "swa_rope_theta"}
+        found["rope_parameters"] = {kind: {"rope_theta": found[name]} for kind, name in bases.items()}
+        for own in found["rope_parameters"].values():
+            own["partial_rotary_factor"] = found["partial_rotary_factor"]
+    if found.get("sliding_window_size") is not None:  # tokens before that of the query
+        found["sliding_window"] = whole_number(found, "sliding_window_size") + 1
+    if found.get("layernorm_epsilon") is not None:
+        found["rms_norm_eps"] = found["layernorm_epsilon"]
+    for name, value in (("routed_scaling_factor", 1.0), ("attention_value_scale", 1.0), ("n_shared_experts", 0)):
+        if found.get(name) is None:
+            found[name] = value
+    if found.get("swa_num_key_value_heads") is None:
+        found["swa_num_key_value_heads"] = 2 * whole_number(found, "num_key_value_heads")
+    return found
+
+
+def _mimo(settings: Settings) -> Recipe:
+    """Values are smaller than keys; layers with a window have more kv heads, and learned sinks."""
+    windows, count = windows_by_type(settings, lambda layer: False), num_layers(settings)
+    ropes = ropes_by_kind(settings, windows, {"rope_theta": 5e6}, {"rope_theta": 1e4}, is_partial=True)
+    kinds = settings["mlp_layer_types"]
+    moe = read_experts(
+        settings, "n_routed_experts", chosen=tuple(layer for layer in range(count) if kinds[layer] == "sparse"),
+        scoring="sigmoid", num_groups="n_group", top_groups="topk_group", group_score="top2",
+        normalise="norm_topk_prob", scale="routed_scaling_factor", has_bias=True,
+    )  # fmt: skip
+    full, windowed = (whole_number(settings, f"{name}num_key_value_heads") for name in ("", "swa_"))
+    recipe: Recipe = {
+        **ropes, "qkv_bias": flag(settings, "attention_bias"), "moe": moe if moe.chosen else None,
+        "value_dim": whole_number(settings, "v_head_dim"),
+        "multipliers": Multipliers(attention_out=number(settings, "attention_value_scale", above=0.0)),
+    }  # fmt: skip
+    if windows:
+        recipe |= {"has_sinks": True, "num_kv_heads": windowed}
+        if None in windows["windows"]:
+            recipe["full_heads"] = HeadSizes(full, whole_number(settings, "head_dim"))
+    return recipe
+
+
+def _mimo_refusals(settings: Settings) -> list[str]:
+    """Also of fields of published files that transformers does not read and that would change the model."""
+    sizes = {f"swa_{name}": settings.get(name) for name in ("num_attention_heads", "head_dim", "v_head_dim")}
+    known = {
+        **sizes, "rope_scaling": None, "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
+        "n_shared_experts": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    }  # fmt: skip
+    reasons, count = [*refuse_absent_window(settings), *other_values(settings, known)], num_layers(settings)
+    for name in ("layer_types", "mlp_layer_types"):
+        if not isinstance(settings[name], list) or len(settings[name]) != count:
+            reasons.append(f"{name} is {str(settings[name])[:200]}; it must name the kind of all {count} layers")
+    return reasons
+
+
 _STEP_NAMES = {
     "num_attention_groups": "num_key_value_heads", "moe_num_experts": "num_experts", "n_routed_experts": "num_experts",
     "moe_top_k": "num_experts_per_tok", "share_expert_dims": "shared_expert_intermediate_size",
@@ -572,6 +638,24 @@ AFMOE = Family(
     has_windows=True,
     tensors=lambda config: with_gates_apart(config, named(_ROUTER_NAMES)(config)),
 )  # fmt: skip
+MIMO_V2 = Family(
+    defaults={
+        "attention_value_scale": 0.707, "bos_token_id": 1, "head_dim": 192, "hidden_size": 4096,
+        "intermediate_size": 16384, "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "n_group": 1,
+        "n_routed_experts": 256, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+        "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334, "rms_norm_eps": 1e-5,
+        "rope_theta": 5e6, "sliding_window": 129, "swa_rope_theta": 1e4, "topk_group": 1, "v_head_dim": 128,
+    },
+    rewrite=_mimo_settings,
+    recipe=_mimo,
+    refusals=_mimo_refusals,
+    has_windows=True,
+    has_experts=True,
+    may_fuse_experts=True,
+    has_rope_by_kind=True,
+    aliases={".attention_sink_bias": ".sinks"},
+    skipped=("model.mtp.",),
+)  # fmt: skip
 STEP3 = Family(
     defaults={
         "head_dim": 128, "hidden_size": 4096, "intermediate_size": 11264, "max_position_embeddings": 128000,
@@ -604,6 +688,7 @@ FAMILIES = {
     "FlintForCausalLM": FLINT,
     "AfmoeForCausalLM": AFMOE,
     "LagunaForCausalLM": LAGUNA,
+    "MiMoV2FlashForCausalLM": MIMO_V2,
     "Step3p5ForCausalLM": STEP3,
     "Step3p7ForConditionalGeneration": STEP3,
 }

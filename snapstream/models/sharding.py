@@ -45,7 +45,7 @@ def active_parameters(config: ModelConfig) -> int:
 
 def num_parameters(config: ModelConfig) -> int:
     """Numbers of a checkpoint with this config; a tied embedding counts once."""
-    return sum(prod(stacked_shape(spec, config.num_layers)) for spec in tensor_specs(config).values() if spec.parts)
+    return sum(prod(part.shape) for part in checkpoint_parts(tensor_specs(config), config.num_layers))
 
 
 def format_of(spec: TensorSpec, dtype: str, formats: WeightFormats | None = None) -> WeightFormat:

@@ -28,6 +28,8 @@ TOWER_PREFIXES = (
     "model.vision_model.", "model.vit_large_projector.",
 )  # fmt: skip
 
+NO_SINK = -1e30  # the score of a learned sink whose share of attention is 0
+
 ATTENTION_NAMES = "self_attn.", "mixer.q_proj.", "mixer.o_proj."  # of a layer's attention
 
 Place = int | slice  # of a checkpoint tensor along the leading dimensions of the stored one
@@ -43,6 +45,7 @@ class TensorSpec:
     parts: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
     per_layer: bool = True
     layers: Sequence[int] | None = None  # those that have it, ascending; None: all
+    missing: float | None = None  # what the stack holds of the other layers; None: it has no place for them
     is_matrix: bool = True  # a ``Matrix``, possibly in low precision; the others are plain tensors
     dtype: DType | None = None  # of a plain tensor; None: the model's
     per_expert: bool = False  # the first dimension counts experts, of which a token reads top_k
@@ -60,6 +63,8 @@ class TensorSpec:
     is_float: bool = False  # not quantized on this rank, because its shard cuts through quantization groups
     # The checkpoint has the matrices transposed, [.., in, out]; ``row_order`` and ``shard_dim`` count as stored here.
     is_transposed: bool = False
+    # By name, numbers of a head in the rows of the checkpoint and in those stored, which have zeros behind them.
+    narrow: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     offset: float = 0.0  # what is added to the numbers of the checkpoint
     factor: float = 1.0  # what the sum is multiplied by
     row_eps: float | None = None  # rows are divided by their root mean square, with this epsilon
@@ -70,6 +75,10 @@ class TensorSpec:
     def layers_of(self, num_layers: int) -> Sequence[int]:
         """The layers that have it."""
         return range(num_layers) if self.layers is None else self.layers
+
+    def stack(self, num_layers: int) -> Sequence[int]:
+        """The layers that the stack has a place for."""
+        return self.layers_of(num_layers) if self.missing is None else range(num_layers)
 
     @property
     def is_attention(self) -> bool:
@@ -105,7 +114,7 @@ def name_in_text_part(name: str) -> str:
 
 def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:
     """Shape of the storage."""
-    return (len(spec.layers_of(num_layers)), *spec.shape) if spec.per_layer else spec.shape
+    return (len(spec.stack(num_layers)), *spec.shape) if spec.per_layer else spec.shape
 
 
 def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
@@ -120,9 +129,10 @@ def checkpoint_parts(specs: TensorSpecs, num_layers: int) -> Iterator[Part]:
             if not spec.per_layer or spec.joined_dim is not None:
                 yield Part(part, shape, name, place, order)
                 continue
-            for at, layer in enumerate(spec.layers_of(num_layers)):
-                own_name = f"model.layers.{layer}.{part}"
-                yield Part(own_name, shape, name, (at, *place), order, row_dim, spec.is_transposed, segments)
+            stack = spec.stack(num_layers)
+            for layer in spec.layers_of(num_layers):
+                own_name, own_place = f"model.layers.{layer}.{part}", (stack.index(layer), *place)
+                yield Part(own_name, shape, name, own_place, order, row_dim, spec.is_transposed, segments)
 
 
 def part_shape(spec: TensorSpec, part: str) -> tuple[int, ...]:
@@ -134,6 +144,9 @@ def part_shape(spec: TensorSpec, part: str) -> tuple[int, ...]:
         for dim, size in enumerate(sizes)
         if dim >= len(place) or isinstance(size, slice)
     )
+    if (sizes_of_head := spec.narrow.get(part)) is not None:
+        given, stored = sizes_of_head
+        shape = (shape[0] // stored * given, *shape[1:])
     return (*shape[:-2], shape[-1], shape[-2]) if spec.is_transposed else shape
 
 
@@ -234,6 +247,9 @@ def attention_tensors(config: ModelConfig) -> TensorSpecs:
         )  # fmt: skip
         for name, spec in _attention_tensors(own).items():
             specs[name + kind] = replace(spec, layers=layers)
+        if "sinks" in specs:
+            specs["sinks"] = replace(specs["sinks"], missing=NO_SINK)
+            specs.pop("sinks.full", None)
         qkv, queries = specs[f"qkv{kind}"], num_heads * head_dim
         parts: tuple[str, ...]
         if ".shared" in kind:
@@ -274,14 +290,21 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
             return {f"self_attn.qkv_proj.{kind}": (*orders["q"], *keys_order, *range(queries + keys, size))}
         return {f"self_attn.{name}_proj.{kind}": order for name, order in orders.items()}
 
+    def narrow(kind: str) -> Mapping[str, tuple[int, int]]:
+        value_dim = config.value_dim
+        return {} if value_dim is None else {f"self_attn.v_proj.{kind}": (value_dim, head_dim)}
+
+    outputs = config.num_heads * (config.value_dim or head_dim)
     specs = {
-        "qkv": TensorSpec(shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), shard_dim=0),
-        "o": TensorSpec(shape=(hidden, queries), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
+        "qkv": TensorSpec(
+            shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), narrow=narrow("weight"), shard_dim=0
+        ),
+        "o": TensorSpec(shape=(hidden, outputs), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
     }
     if config.qkv_bias or config.has_norm_biases:
         parts = qkv("bias") if config.qkv_bias else {}
         specs["qkv_bias"] = TensorSpec(
-            shape=(size,), parts=parts, is_matrix=False, row_order=ordered("bias"), shard_dim=0
+            shape=(size,), parts=parts, is_matrix=False, row_order=ordered("bias"), narrow=narrow("bias"), shard_dim=0
         )
     if config.o_bias:
         specs["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
@@ -606,7 +629,11 @@ def in_own_formats(specs: TensorSpecs, stored: StoredWeights, num_layers: int) -
 def in_fp8_blocks(specs: TensorSpecs) -> TensorSpecs:
     """``specs`` of a checkpoint in FP8 blocks; see ``TensorSpec.crosses_blocks``."""
     return {
-        name: replace(spec, crosses_blocks=spec.is_quantized and not all(map(keeps_blocks, spec.row_order.values())))
+        name: replace(
+            spec,
+            crosses_blocks=spec.is_quantized
+            and (bool(spec.narrow) or not all(map(keeps_blocks, spec.row_order.values()))),
+        )
         for name, spec in specs.items()
     }
 

@@ -113,8 +113,8 @@ class DecoderWeights:
             if not spec.is_matrix:
                 own = dtype if spec.dtype is None else getattr(torch, spec.dtype)
                 vectors[name] = torch.empty(shape, dtype=own, device=device)
-                if not spec.parts:
-                    vectors[name].fill_(spec.offset)
+                if not spec.parts or spec.missing is not None:
+                    vectors[name].fill_(spec.offset if spec.missing is None else spec.missing)
                 continue
             own_make = make_matrix if spec.is_dense else make
             matrices[name] = own_make(format_of(spec, dtype_name, formats), shape, dtype, device)
@@ -151,16 +151,30 @@ class DecoderWeights:
         """Store a checkpoint tensor, its rows in the order of ``TensorSpec.row_order``, at a place of ``name``."""
         if name in self.matrices:
             matrix = self.matrices[name]
-            (matrix[place] if place else matrix).fill(self._by_layer(name, numbers))
+            own = matrix[place] if place else matrix
+            own.fill(self._widened(name, self._by_layer(name, numbers), own.shape))
         else:
             vector = self.vectors[name]
-            (vector[place] if place else vector).copy_(numbers)
+            own_vector = vector[place] if place else vector
+            own_vector.copy_(self._widened(name, numbers, own_vector.shape))
 
     def fill_quantized(self, name: str, place: tuple[Place, ...], values: Tensor, scales: Tensor) -> None:
         """The same of quantized values, in whole groups of the rows of each layer."""
         matrix = self.matrices[name]
-        values, scales = (self._by_layer(name, part) for part in (values, scales))
-        (matrix[place] if place else matrix).fill_quantized(values, scales)
+        own = matrix[place] if place else matrix
+        values, scales = (self._widened(name, self._by_layer(name, part), own.shape) for part in (values, scales))
+        own.fill_quantized(values, scales)
+
+    def _widened(self, name: str, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """Rows of heads that have fewer than are stored, with rows of zeros behind each; see ``TensorSpec.narrow``."""
+        narrow = tensor_specs(self.config)[name].narrow
+        if not narrow or len(rows) == shape[0]:
+            return rows
+        given, stored = next(iter(narrow.values()))
+        heads = rows.unflatten(0, (-1, given))
+        wide = heads.new_zeros(len(heads), stored, *heads.shape[2:])
+        wide[:, :given] = heads
+        return wide.flatten(0, 1)
 
     def _by_layer(self, name: str, numbers: Tensor) -> Tensor:
         """Numbers of all layers, which lie side by side in the checkpoint, one layer after the other."""
@@ -219,7 +233,7 @@ class DecoderWeights:
         """``instead``: of stored matrices of the same names; others of the same matrix are rows of it all the same."""
         places = {}  # of this layer in the stacks
         for name, spec in tensor_specs(self.config).items():
-            layers = spec.layers_of(self.config.num_layers)
+            layers = spec.stack(self.config.num_layers)
             if spec.per_layer and index in layers:
                 places[name] = layers.index(index)
         stored = {name: self.matrices[name][at] for name, at in places.items() if name in self.matrices}

@@ -202,8 +202,7 @@ class _LookAhead:
         spec, device = decoder.kv_spec(), decoder.device
         self._decoder, self._budget = decoder, budget
         # A draft feeds all its rows at every step, so the padding row, which is the last, may be one of them.
-        sinks = decoder.weights.vectors.get("sinks")
-        self.cache = KVCache(spec, num_rows - 1, budget.capacity, device, decoder.kernels, sinks=sinks)
+        self.cache = KVCache(spec, num_rows - 1, budget.capacity, device, decoder.kernels, sinks=decoder.sinks)
         self.queries = RecentQueries(spec, num_rows - 1, num_queries, decoder.dtype, device)
         self._rows = Rows(num_rows - 1, device)
         self._forward: RowsForward | LoopedDecode

@@ -508,6 +508,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16,
          "head_dim": 20},
     ),
+    "mimo-v2": (  # values are smaller than keys; layers with a window have more kv heads, and learned sinks
+        "MiMoV2FlashConfig",
+        {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_attention_heads": 12,
+         "num_key_value_heads": 3, "head_dim": 36, "v_head_dim": 20, "sliding_window": 21, "num_hidden_layers": 5,
+         "routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+         "attention_bias": True,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention",
+                         "sliding_attention"]},
+    ),
+    "mimo-v2-panels": (
+        "MiMoV2FlashConfig",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 64,
+         "num_key_value_heads": 1, "head_dim": 48, "v_head_dim": 32, "sliding_window": 40,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "mimo-v2-full": (
+        "MiMoV2FlashConfig",
+        {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 12,
+         "v_head_dim": 8, "layer_types": ["full_attention"] * 3},
+    ),
     "minimax-m3": (  # clamped activations; an indexer that chooses among more tokens than tests have
         "MiniMaxM3VLTextConfig",
         {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24, "dense_intermediate_size": 56,

@@ -251,7 +251,10 @@ def narrowed(folder: Path, target: Path, *, has_one_scale: bool = False) -> tupl
     return target / "fp8", target / "wide"
 
 
-REORDERED = ["qwen3-next", "qwen3.5", "qwen3.5-moe"]
+MIMO_SIZES = SIZES | {"head_dim": 192, "v_head_dim": 128, "moe_intermediate_size": 128,
+                      "layer_types": ["sliding_attention", "full_attention"],
+                      "mlp_layer_types": ["dense", "sparse"]}  # fmt: skip
+REORDERED = {"qwen3-next": DELTA_MIXTURE, "qwen3.5": DELTA_SIZES, "qwen3.5-moe": DELTA_MIXTURE, "mimo-v2": MIMO_SIZES}
 
 
 @pytest.fixture(scope="module", params=["qwen3", "one scale", "glm4-moe", "qwen3-moe", "deepseek-v3", *REORDERED])
@@ -260,8 +263,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         folder = save(make_model("ministral3", **SIZES), tmp_path_factory.mktemp("source"))
         return narrowed(folder, tmp_path_factory.mktemp("both"), has_one_scale=True)
     if request.param in REORDERED:
-        sizes = DELTA_SIZES if request.param == "qwen3.5" else DELTA_MIXTURE
-        folder = save(make_model(request.param, **sizes), tmp_path_factory.mktemp("source"))
+        folder = save(make_model(request.param, **REORDERED[request.param]), tmp_path_factory.mktemp("source"))
         return narrowed(folder, tmp_path_factory.mktemp("both"))
     sizes = SIZES if request.param == "qwen3" else SIZES | {"moe_intermediate_size": 128}
     sizes = sizes | LATENT_SIZES if request.param.startswith("deepseek") else sizes
@@ -284,9 +286,10 @@ def test_answers_are_those_of_the_wide_twin(both: tuple[Path, Path], executor: s
             answers.append([output.token_ids for output in llm.generate(PROMPTS, FP8_BLOCKS_PARAMS)])
         if folder == both[0]:
             wide = {"embed", "lm_head", "kv_b", "delta_gates"}  # kv_b is widened at load
-            stays = wide | {"qkv"} if llm.model_config.recurrent_layers else wide
+            model = llm.model_config
+            stays = wide | {"qkv", "qkv.full"} if model.recurrent_layers or model.value_dim else wide
             assert kinds == set(weights.matrices) - stays
-            planned = weight_bytes(llm.model_config, "float32", llm.config.weights)
+            planned = weight_bytes(model, "float32", llm.config.weights)
             assert weights.num_bytes == planned or kind is PanelMatrix  # which fill up rows to 32
     assert answers[0] == answers[1]
     assert len(set(map(tuple, answers[0]))) == len(PROMPTS)

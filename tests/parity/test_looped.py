@@ -42,7 +42,7 @@ from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.panels import make_panels
-from snapstream.models.registry import model_config_from_dict
+from snapstream.models.registry import model_config_from_dict, tensor_specs
 from snapstream.models.tensors import base_name
 from snapstream.models.weights import DecoderWeights
 from snapstream.startup.measure import gains
@@ -326,6 +326,9 @@ def random_runner(
         vector.normal_().mul_(0.3).add_(1.0 * base_name(name).endswith(("norm", "scalar", "scale")))
         if model.norms_after_rope and name in ("q_norm", "k_norm"):
             vector.abs_()
+        if (missing := tensor_specs(model)[name].missing) is not None:
+            others = set(range(model.num_layers)) - set(tensor_specs(model)[name].layers_of(model.num_layers))
+            vector[list(others)] = missing
     config = EngineConfig(
         budget=KVBudget(num_sink=capacity // 4, num_topk=0, num_recent=capacity - capacity // 4),
         max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,  # type: ignore[arg-type]

@@ -147,6 +147,9 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
     if architecture.startswith(("Laguna", "Step3")):
         found |= draw_laguna(random, size, kv_heads, layers)
         rope = None
+    if architecture.startswith("MiMo"):
+        found |= draw_mimo(random, size, heads, layers)
+        rope = None
     if architecture.startswith("Step3"):
         kinds = dict(zip(found["layer_types"], found["num_attention_heads_per_layer"], strict=True))
         found |= {
@@ -284,6 +287,21 @@ def draw_laguna(random: Random, size: Sizes, kv_heads: int, layers: int) -> dict
     }  # fmt: skip
 
 
+def draw_mimo(random: Random, size: Sizes, heads: int, layers: int) -> dict[str, Any]:
+    """Values smaller than keys; kv heads and rope by kind of layers, experts in any of them."""
+    counts = [count for count in range(1, heads + 1) if heads % count == 0]
+    values = max(2, size.inputs(100, times=heads))
+    ropes = {kind: {"rope_theta": 1e4, "partial_rotary_factor": random.choice([0.5, 1.0])}
+             for kind in ("full_attention", "sliding_attention")}  # fmt: skip
+    return {
+        "layer_types": random.choices(list(ropes), k=layers), "head_dim": size.any(values, values + 70, 4),
+        "v_head_dim": values, "swa_num_key_value_heads": random.choice(counts), "rope_parameters": ropes,
+        "rope_scaling": None, "sliding_window": random.choice([1, 30, 1025]),
+        "num_key_value_heads": random.choice(counts), "attention_value_scale": random.choice([None, 0.7]),
+        "mlp_layer_types": random.choices(["dense", "sparse"], k=layers),
+    }  # fmt: skip
+
+
 def draw_mamba(random: Random, size: Sizes, hidden: int) -> dict[str, Any]:
     """Mamba-2, and Granite's multipliers; the sizes of all heads together are a multiple of the hidden size."""
     expand = size.any(1, 3)
@@ -344,7 +362,8 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         "num_experts": experts, "n_routed_experts": experts, "num_local_experts": experts, "n_group": groups,
         "topk_group": top_groups, "num_experts_per_tok": size.any(1, min(6, experts // groups * top_groups)),
         **({"num_experts_per_tok": 2} if architecture.startswith("Phi") else {}),
-        "moe_intermediate_size": inner, "n_shared_experts": size.any(0, 2), "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": inner, "routed_scaling_factor": 1.7,
+        "n_shared_experts": 0 if "MiMo" in architecture else size.any(0, 2),
         "norm_topk_prob": architecture.startswith(("Laguna", "Step3")) or (
             architecture != "DeepseekV2ForCausalLM" and random.random() < 0.5
         ),

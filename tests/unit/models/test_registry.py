@@ -207,6 +207,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
          "yarn_only_types": ["full_attention"]},
         196_956_130_368,
     ),
+    "MiMo-V2-Flash": (
+        {"architectures": ["MiMoV2FlashForCausalLM"], "add_full_attention_sink_bias": False,
+         "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_value_scale": 0.707, "head_dim": 192,
+         "hidden_size": 4096, "hybrid_layer_pattern": [0, 1, 1, 1, 1, *[0, 1, 1, 1, 1, 1] * 7, 0],
+         "intermediate_size": 16384, "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
+         "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1, "n_routed_experts": 256,
+         "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64, "num_experts_per_tok": 8,
+         "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334, "rope_theta": 5000000,
+         "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128, "sliding_window_size": 128,
+         "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_rope_theta": 10000,
+         "swa_v_head_dim": 128, "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 152576},
+        308_778_780_864,  # with the corrections of the routers
+    ),
     "MiniMax-M3": (  # without its indexers
         {"architectures": ["MiniMaxM3SparseForConditionalGeneration"], "text_config": {
             "attention_output_gate": False, "dense_intermediate_size": 12288, "head_dim": 128,
@@ -1572,6 +1585,10 @@ def other_values(architecture: str) -> dict[str, Any]:
         settings |= {"attention_bias": False, "sliding_window": 77, "moe_routed_scaling_factor": 2.5,
                      "norm_topk_prob": True}  # fmt: skip
         for name in ("rope_theta", "layer_types", "mlp_layer_types"):  # with lists it wants the number of layers
+            settings.pop(name, None)
+    if architecture.startswith("MiMo"):
+        settings |= {"sliding_window": 77, "head_dim": 48, "v_head_dim": 20, "attention_value_scale": 0.5}
+        for name in ("rope_theta", "layer_types", "mlp_layer_types"):  # as of Laguna
             settings.pop(name, None)
     if "MiniMaxM3" in architecture:
         settings |= {"swiglu_alpha": 1.5, "swiglu_limit": 5.0, "index_topk_blocks": 5,

@@ -151,6 +151,8 @@ inline void attend_task(Work& w, int64_t layer, int64_t b, int64_t kv_head, int6
     merge_parts(found(0), count, group, size, v_scale * stored.value_form.unit(), sinks, rest);
     for (int64_t r = 0; has_rotated_values && r < group; ++r) rotate_blocks(rest + r * size, size);
     if (gates) gate_attended(w, layer, b, kv_head, rest);
+    const int64_t given = parts.o.cols / parts.heads;  // numbers of a value, behind which zeros are stored
+    for (int64_t r = 1; given < size && r < group; ++r) std::memmove(rest + r * given, rest + r * size, given * 4);
     pack_heads(w, parts.o, b, kv_head, kv_heads, rest);
 }
 
