@@ -63,7 +63,7 @@ def prefill(
 
 def prefill_once(bench: Bench, runner: ModelRunner, prompt_len: int) -> tuple[float, StepResult]:
     config = runner.decoder.config
-    token_ids = tuple(random_prompt(prompt_len, runner.decoder.shard.own_vocab))  # what this rank can embed
+    token_ids = tuple(random_prompt(prompt_len, runner.decoder.weights.embed.shape[0]))  # what this rank can embed
     entry = PrefillEntry(
         request_id="r", token_ids=token_ids, rows=(0,), seeds=(0,),
         sampling=GREEDY, budget=runner.config.budget, selector=runner.config.selector,

@@ -171,7 +171,7 @@ class _Tokens:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._last = runner.rows.last_token
-        self._num_own = runner.decoder.weights.config.own_vocab
+        self._num_own = runner.decoder.weights.embed.shape[0]
 
     def __call__(self) -> None:
         self._last.random_(0, self._num_own)

@@ -673,13 +673,10 @@ class ModelConfig:
                 "norms of values, unscaled scores, shared or equal keys and values need norms of the heads of q and k, "
                 "and exclude biases, gates, sinks, latents and recurrent layers",
             )  # fmt: skip
-        if self.value_dim is not None:
-            check(
-                2 <= self.value_dim <= self.head_dim
-                and not (self.latent or self.has_fused_qkv or self.gate_dim or self.keys_are_values or self.altup),
-                f"values have {self.value_dim} numbers; it must be 2 to {self.head_dim}, the size of a key, without "
-                "latents, fused projections and gates",
-            )
+        check(
+            self.value_dim is None or 2 <= self.value_dim <= self.head_dim,
+            f"values have {self.value_dim} numbers; it must be 2 to {self.head_dim}, the size of a key",
+        )
         if self.has_layer_ends:
             check(
                 self.norms.has_outputs and self.norms.has_inputs and not self.is_parallel and not self.is_centered,
@@ -764,11 +761,6 @@ class ModelConfig:
     def has_gate(self) -> bool:
         """Whether MLPs and experts are gated."""
         return self.activation in ("silu", "gelu_tanh")
-
-    @property
-    def own_vocab(self) -> int:
-        """Lines of the embedding tables that are stored."""
-        return self.vocab_size if self.table_lines is None else self.table_lines
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -12,7 +12,9 @@ from snapstream.config import ModelConfig
 from snapstream.config.model import HeadSizes, LayerClamps, LayerNorms, Multipliers, SwiGLUClamp
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
+    ATTENTION,
     CORRECTED,
+    WINDOW,
     Family,
     Recipe,
     attention_biases,
@@ -312,14 +314,14 @@ def _mimo_settings(settings: Settings) -> Settings:
     if not isinstance(sparse, list):
         sparse = [int(layer > 0) for layer in range(count)]
     if found.get("layer_types") is None:
-        found["layer_types"] = ["sliding_attention" if own else "full_attention" for own in kinds]
+        found["layer_types"] = [WINDOW if own else ATTENTION for own in kinds]
     if found.get("mlp_layer_types") is None:
         found["mlp_layer_types"] = ["sparse" if own else "dense" for own in sparse]
     if found.get("rope_parameters") is None:
-        bases = {"full_attention": "rope_theta", "sliding_attention": "swa_rope_theta"}
-        found["rope_parameters"] = {kind: {"rope_theta": found[name]} for kind, name in bases.items()}
-        for own in found["rope_parameters"].values():
-            own["partial_rotary_factor"] = found["partial_rotary_factor"]
+        share, bases = found["partial_rotary_factor"], {ATTENTION: found["rope_theta"], WINDOW: found["swa_rope_theta"]}
+        found["rope_parameters"] = {
+            kind: {"rope_theta": base, "partial_rotary_factor": share} for kind, base in bases.items()
+        }
     if found.get("sliding_window_size") is not None:  # tokens before that of the query
         found["sliding_window"] = whole_number(found, "sliding_window_size") + 1
     if found.get("layernorm_epsilon") is not None:
@@ -336,15 +338,11 @@ def _mimo(settings: Settings) -> Recipe:
     """Values are smaller than keys; layers with a window have more kv heads, and learned sinks."""
     windows, count = windows_by_type(settings, lambda layer: False), num_layers(settings)
     ropes = ropes_by_kind(settings, windows, {"rope_theta": 5e6}, {"rope_theta": 1e4}, is_partial=True)
-    kinds = settings["mlp_layer_types"]
-    moe = read_experts(
-        settings, "n_routed_experts", chosen=tuple(layer for layer in range(count) if kinds[layer] == "sparse"),
-        scoring="sigmoid", num_groups="n_group", top_groups="topk_group", group_score="top2",
-        normalise="norm_topk_prob", scale="routed_scaling_factor", has_bias=True,
-    )  # fmt: skip
+    sparse = tuple(layer for layer in range(count) if settings["mlp_layer_types"][layer] == "sparse")
+    moe = replace(read_sigmoid_moe(settings), first_dense=0, chosen=sparse)
     full, windowed = (whole_number(settings, f"{name}num_key_value_heads") for name in ("", "swa_"))
     recipe: Recipe = {
-        **ropes, "qkv_bias": flag(settings, "attention_bias"), "moe": moe if moe.chosen else None,
+        **ropes, "qkv_bias": flag(settings, "attention_bias"), "moe": moe if sparse else None,
         "value_dim": whole_number(settings, "v_head_dim"),
         "multipliers": Multipliers(attention_out=number(settings, "attention_value_scale", above=0.0)),
     }  # fmt: skip

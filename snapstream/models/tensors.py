@@ -181,9 +181,10 @@ def gate_up_parts(prefix: str, kind: str, inner: int, *, has_gate: bool = True) 
 def outer_tensors(config: ModelConfig) -> TensorSpecs:
     """Embeddings and norms. A tied ``lm_head`` is ``embed`` itself."""
     hidden = config.hidden_size
+    lines = config.vocab_size if config.table_lines is None else config.table_lines
 
     def table(name: str) -> TensorSpec:
-        shape = (config.own_vocab, hidden)
+        shape = (lines, hidden)
         return TensorSpec(shape=shape, parts={name: ()}, per_layer=False, shard_dim=0, is_padded=True)
 
     names = "input_norm", "attention_out_norm", "post_norm", "mlp_out_norm"
@@ -206,7 +207,7 @@ def outer_tensors(config: ModelConfig) -> TensorSpecs:
             specs[f"{name}_bias"] = replace(spec, parts={part: ()}, offset=0.0, dtype=None)
     if config.has_norm_biases or config.has_head_bias:
         specs["lm_head_bias"] = TensorSpec(
-            shape=(config.own_vocab,), parts={"lm_head.bias": ()} if config.has_head_bias else {}, per_layer=False,
+            shape=(lines,), parts={"lm_head.bias": ()} if config.has_head_bias else {}, per_layer=False,
             is_matrix=False, shard_dim=0, is_padded=True,
         )  # fmt: skip
     if config.norms_experts_alone and config.moe is not None:
