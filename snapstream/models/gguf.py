@@ -485,6 +485,8 @@ class Shard:
         if view.part == "numbers":
             numbers = _widened(numbers_of(data, kind)) if view.dtype == "F32" else numbers_of(data, kind)
             return numbers if view.columns is None else numbers[..., view.columns]
+        if not len(data):  # the last of several ranks has padding alone
+            return self._decoded(view, numpy.zeros((1, data.shape[-1]), numpy.uint8), kind)[:0]
         rows = data.reshape(-1, data.shape[-1])
         step = max(_BYTES_AT_A_TIME // rows.shape[1], 1)
         chunks = [rows[start : start + step] for start in range(0, len(rows), step)]

@@ -491,3 +491,15 @@ def test_a_rank_reads_its_shard(kind: str, width: WeightsOption, tmp_path: Path)
             share = Share.of(config, two, rank, formats if model == file else None)
             loaded.append(load_weights(model, config, torch.float32, "cpu", False, formats, share=share).stored())
         assert all(torch.equal(mine[: len(own)], own) for mine, own in zip(*map(dict.values, loaded), strict=True))
+
+
+def test_a_rank_whose_shard_is_padding(tmp_path: Path) -> None:
+    """Three blocks of 256 inner numbers leave none for the fourth rank."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
+    file = write_gguf(save(make_model("llama-mha", **sizes), tmp_path), tmp_path / "model.gguf", "Q4_K")
+    config = read_model_config(file)
+    formats = weight_formats(config, EngineOptions(), device="cpu")
+    share = Share.of(config, ParallelConfig(size=4), 3, formats)
+    found = load_weights(file, config, torch.float32, "cpu", False, formats, share=share).stored()
+    assert found["gate_up"].shape[1:] == (512, 256) and found["o"].any()
+    assert not found["gate_up"].any() and not found["down"].any()
