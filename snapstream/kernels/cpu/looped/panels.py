@@ -77,8 +77,8 @@ def lookup(library: Library, stack: Stack, row_ids: Tensor) -> Tensor:
     """Rows ``row_ids [T]`` int64 of a matrix, ``[T, in]`` fp32; ValueError for one out of range."""
     if row_ids.numel() and not 0 <= int(row_ids.min()) <= int(row_ids.max()) < stack.rows:
         raise ValueError(f"row ids reach from {int(row_ids.min())} to {int(row_ids.max())}; there are {stack.rows}")
-    out = torch.empty(len(row_ids), stack.cols)
-    library.copy_rows(byref(stack), address(row_ids.contiguous()), len(row_ids), address(out), torch.get_num_threads())
+    out, row_ids = torch.empty(len(row_ids), stack.cols), row_ids.contiguous()  # kept until the call returns
+    library.copy_rows(byref(stack), address(row_ids), len(row_ids), address(out), torch.get_num_threads())
     return out
 
 
