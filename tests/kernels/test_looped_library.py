@@ -180,6 +180,15 @@ def test_a_product_of_codes(
         assert torch.equal(prompt.linear(library, stack, x[token : token + 1], None)[0], got[token])
 
 
+def test_codes_that_do_not_fit_are_refused() -> None:
+    form = form_of("q4_k", 32)
+    codes, scales = encode(torch.randn(40, 256), form)
+    stored = torch.zeros(panels.code_panel_shape((40, 256), form), dtype=torch.uint8)
+    for first, own in (30, codes), (0, codes[:, 4:]), (0, codes[1:]):
+        with pytest.raises(ValueError, match=rf"rows from {first} on do not fit panels of shape \[2, 1, 4736\]"):
+            panels.fill_codes(load(), stored, first, own, scales, form)
+
+
 @pytest.mark.parametrize("instructions", instruction_sets())
 @settings(max_examples=20)
 @given(

@@ -110,7 +110,9 @@ def fill_codes(library: Library, panels: Tensor, first: int, codes: Tensor, scal
 
     ``codes [n, in * bits / 8]`` uint8 and ``scales [n, ...]``, as ``models.matrix.encode`` gives them.
     """
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes, scales, num_bytes = codes.contiguous(), scales.contiguous(), panels[0].nbytes // PANEL
+    if codes.nbytes + scales.nbytes != len(codes) * num_bytes or first + len(codes) > len(panels) * PANEL:
+        raise ValueError(f"{len(codes)} rows from {first} on do not fit panels of shape {list(panels.shape)}")
     if len(codes):
         library.fill_codes(
             address(panels), *panels.shape[1:], first, len(codes), address(codes), address(scales), form.scale_bytes,
