@@ -336,13 +336,11 @@ def _mimo_settings(settings: Settings) -> Settings:
 
 def _mimo(settings: Settings) -> Recipe:
     """Values are smaller than keys; layers with a window have more kv heads, and learned sinks."""
-    windows, count = windows_by_type(settings, lambda layer: False), num_layers(settings)
+    windows = windows_by_type(settings, lambda layer: False)
     ropes = ropes_by_kind(settings, windows, {"rope_theta": 5e6}, {"rope_theta": 1e4}, is_partial=True)
-    sparse = tuple(layer for layer in range(count) if settings["mlp_layer_types"][layer] == "sparse")
-    moe = replace(read_sigmoid_moe(settings), first_dense=0, chosen=sparse)
     full, windowed = (whole_number(settings, f"{name}num_key_value_heads") for name in ("", "swa_"))
     recipe: Recipe = {
-        **ropes, "qkv_bias": flag(settings, "attention_bias"), "moe": moe if sparse else None,
+        **ropes, "qkv_bias": flag(settings, "attention_bias"), "moe": read_sigmoid_moe(settings),
         "value_dim": whole_number(settings, "v_head_dim"),
         "multipliers": Multipliers(attention_out=number(settings, "attention_value_scale", above=0.0)),
     }  # fmt: skip
@@ -360,11 +358,7 @@ def _mimo_refusals(settings: Settings) -> list[str]:
         **sizes, "rope_scaling": None, "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True,
         "n_shared_experts": 0, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     }  # fmt: skip
-    reasons, count = [*refuse_absent_window(settings), *other_values(settings, known)], num_layers(settings)
-    for name in ("layer_types", "mlp_layer_types"):
-        if not isinstance(settings[name], list) or len(settings[name]) != count:
-            reasons.append(f"{name} is {str(settings[name])[:200]}; it must name the kind of all {count} layers")
-    return reasons
+    return [*refuse_absent_window(settings), *other_values(settings, known)]
 
 
 _STEP_NAMES = {

@@ -512,7 +512,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiMoV2FlashConfig",
         {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_attention_heads": 12,
          "num_key_value_heads": 3, "head_dim": 36, "v_head_dim": 20, "sliding_window": 21, "num_hidden_layers": 5,
-         "routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse", "sparse", "dense", "sparse"],
+         "routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "dense", "sparse", "sparse", "sparse"],
          "attention_bias": True,
          "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention",
                          "sliding_attention"]},

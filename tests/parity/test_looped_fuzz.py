@@ -298,7 +298,7 @@ def draw_mimo(random: Random, size: Sizes, heads: int, layers: int) -> dict[str,
         "v_head_dim": values, "swa_num_key_value_heads": random.choice(counts), "rope_parameters": ropes,
         "rope_scaling": None, "sliding_window": random.choice([1, 30, 1025]),
         "num_key_value_heads": random.choice(counts), "attention_value_scale": random.choice([None, 0.7]),
-        "mlp_layer_types": random.choices(["dense", "sparse"], k=layers),
+        "mlp_layer_types": ["dense"] * (first := size.any(0, layers)) + ["sparse"] * (layers - first),
     }  # fmt: skip
 
 
