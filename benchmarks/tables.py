@@ -23,7 +23,7 @@ ENGINES = ("peers_all_100m", "peers_all_100m_avx2", "peers_all_100m_intel", *HYB
 FILES = (
     "peers_llama_bench_avx2", "peers_llama_bench_avx2_intel", "peers_llama_bench_intel", "peers_llama_bench_amd",
     "peers_llama_bench_depths_amd", "peers_llama_bench_depths_intel", "peers_llama_bench_k_quants",
-    "peers_llama_bench_iq",
+    "peers_llama_bench_iq", "peers_llama_bench_lfm2_amd",
     "peers_llama_bench_mixture_avx2", "peers_llama_bench_mixture_intel", "peers_llama_bench_gpt_oss_intel",
 )  # fmt: skip
 LADDERS = ("looping_avx2", "looping_intel")
