@@ -363,6 +363,7 @@ def renamed(specs: TensorSpecs, names: Mapping[str, str]) -> TensorSpecs:
             parts={rename(name): place for name, place in spec.parts.items()},
             row_order={rename(name): order for name, order in spec.row_order.items()},
             segments={rename(name): sizes for name, sizes in spec.segments.items()},
+            narrow={rename(name): sizes for name, sizes in spec.narrow.items()},
         )
         for own, spec in specs.items()
     }
