@@ -24,7 +24,7 @@ ActivationOption = Literal["auto", "dtype", "int8"]
 PrefillInputs = Literal["bfloat16", "int8", "int16"]
 
 QUANTIZED_BITS: dict[str, int] = {
-    "int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4, "q2_k": 2, "q3_k": 4, "q4_k": 4, "q5_k": 5, "q6_k": 6,
+    "int8": 8, "int4": 4, "uint4": 4, "fp8": 8, "mxfp4": 4, "q2_k": 2, "q3_k": 3, "q4_k": 4, "q5_k": 5, "q6_k": 6,
     "iq2_xxs": 4, "iq2_xs": 4, "iq2_s": 4, "iq3_xxs": 4, "iq3_s": 4, "iq4_xs": 4,
 }  # fmt: skip
 # K-quants and IQ types of GGUF files: numbers along the input that share a scale, an integer times a factor of a block.

@@ -92,8 +92,8 @@ def quantize_uint4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 # scales, one of its minimums if it has any, then an int8 per group for the scale and one for the minimum, each times
 # its factor; of Q2_K one byte has both, of four bits without a sign. A number is ``(code - offset) * scale + minimum``;
 # codes of IQ types are places in a table.
-_K_OFFSETS = {"q3_k": 8, "q6_k": 32}
-_K_CODES = {"q2_k": (0, 3), "q3_k": (4, 11), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
+_K_OFFSETS = {"q3_k": 4, "q6_k": 32}
+_K_CODES = {"q2_k": (0, 3), "q3_k": (0, 7), "q4_k": (0, 15), "q5_k": (0, 31), "q6_k": (0, 63)}  # in use
 
 
 def k_scales(scales: Tensor, form: WeightFormat) -> list[Tensor]:
@@ -182,11 +182,16 @@ def quantize_mxfp4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Unsigned codes ``[..., in]``, one to a byte, as they are stored. Of two, five and six bits as panels have them
-    (``cpu/looped/panels.h``): of five and six the lower four of 32 or sixteen numbers, then the others.
+    """Unsigned codes ``[..., in]``, one to a byte, as they are stored. Of two, three, five and six bits as panels have
+    them (``cpu/looped/panels.h``): of three the lower two of sixteen numbers, then the third ones, of five and six the
+    lower four of 32 or sixteen numbers, then the others.
     """
-    if bits == 2:
-        return _interleave(codes.unflatten(-1, (-1, 4, 4)), 2).flatten(-2)
+    if bits in (2, 3):
+        quads = codes.unflatten(-1, (-1, 4, 4))
+        low, high = _interleave(quads & 3, 2), quads >> 2
+        if bits == 2:
+            return low.flatten(-2)
+        return torch.cat((low, _interleave(torch.cat(high.split(2, -1), -2), 1)), -1).flatten(-2)
     if bits in (5, 6):
         quads = codes.unflatten(-1, (-1, 8 // (bits - 4), 4))  # [..., units, 8 or 4, 4]
         low = quads & 15
@@ -213,6 +218,10 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
     """Unsigned codes ``[..., in]`` uint8, one to a byte."""
     if bits == 2:
         return _lines(packed.unflatten(-1, (-1, 4)), 2).flatten(-3)
+    if bits == 3:
+        units = packed.unflatten(-1, (-1, 6))
+        high = torch.cat(_lines(units[..., 4:], 1).split(4, -2), -1)
+        return (_lines(units[..., :4], 2) | high << 2).flatten(-3)
     if bits in (5, 6):
         lines = packed.unflatten(-1, (-1, 4 // (bits - 4) + 1, 4))  # [..., units, 5 or 3, 4]
         halves = lines[..., :-1, :]

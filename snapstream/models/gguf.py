@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
 from snapstream.config.values import num_cores
@@ -635,7 +635,7 @@ def values_of(data: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     import numpy
 
     blocks, form = _blocks(data, kind), OWN[kind]
-    least = 4 if kind == "Q3_K" else 16 if kind == "Q5_0" else 2 ** (form.bits - 1)
+    least = 16 if kind == "Q5_0" else 2 ** (form.bits - 1)
     match kind:
         case "Q8_0":
             values: np.ndarray[Any, Any] = blocks[..., 2:].view(numpy.int8)
@@ -719,18 +719,26 @@ def packed_codes(values: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any
     import numpy
 
     codes = values.view(numpy.uint8) + numpy.uint8(2 ** (bits - 1))  # modulo 256
-    if bits in (2, 5, 6):
-        high_bits = bits % 4
-        fours = numpy.ascontiguousarray(codes).view(numpy.uint32).reshape(*codes.shape[:-2], -1, 8 // high_bits)
+    if bits in (2, 3, 5, 6):
+        low_bits, count = (2, 4) if bits < 4 else (4, 8 // (bits - 4))
+        fours = numpy.ascontiguousarray(codes).view(numpy.uint32).reshape(*codes.shape[:-2], -1, count)
         each = numpy.uint32(0x01010101)  # a byte of a number of 32 bits
-        high = fours >> numpy.uint32(bits - high_bits) & each * numpy.uint32(2**high_bits - 1)
-        joined = [high[..., index] << numpy.uint32(high_bits * index) for index in range(high.shape[-1])]
-        upper = numpy.bitwise_or.reduce(joined)
+
+        def joined(lines: np.ndarray[Any, Any], bits: int) -> np.ndarray[Any, Any]:
+            moved = [lines[..., index] << numpy.uint32(bits * index) for index in range(lines.shape[-1])]
+            return cast("np.ndarray[Any, Any]", numpy.bitwise_or.reduce(moved)[..., None])
+
+        low = fours & each * numpy.uint32(2**low_bits - 1)
         if bits == 2:
-            return upper.view(numpy.uint8)
-        low = fours & each * numpy.uint32(15)
-        halves = low[..., ::2] | low[..., 1::2] << numpy.uint32(4)
-        return numpy.concatenate((halves, upper[..., None]), -1).view(numpy.uint8)
+            return joined(low, 2).view(numpy.uint8)
+        high = joined(
+            fours >> numpy.uint32(low_bits) & each * numpy.uint32(2 ** (bits - low_bits) - 1), bits - low_bits
+        )
+        if bits == 3:
+            halves = (high | high >> numpy.uint32(12)).astype(numpy.uint16)  # of bytes 0 and 2, and of 1 and 3
+            return numpy.concatenate((joined(low, 2).view(numpy.uint8), halves.view(numpy.uint8)), -1)
+        pairs = low[..., ::2] | low[..., 1::2] << numpy.uint32(4)
+        return numpy.concatenate((pairs, high), -1).view(numpy.uint8)
     if bits == 8:
         return codes
     both = numpy.ascontiguousarray(codes).view(numpy.uint16)  # little-endian: the first in the lower byte

@@ -108,14 +108,27 @@ struct Nibbles {
     static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
     static INLINE bits four(bits own, int part) { return (own >> (4 * part)) & 0x0f0f0f0fu; }
 };
-struct SignedNibbles : Nibbles {
-    static constexpr int OFFSET = 8;
-};
 struct Crumbs {
     static constexpr int BITS = 2, COLS = 16, BYTES = 128, OFFSET = 0;
     static constexpr bool IS_SPLIT = false;
     static INLINE bits stored(const char* unit, int v) { return load_bits(unit + v * W * 4); }
     static INLINE bits four(bits own, int part) { return (own >> (2 * part)) & 0x03030303u; }
+};
+
+// A third bit lies apart, in half a word: of the bytes of parts that of columns 2 and 3 above that of columns 0 and 1.
+struct Crumbs3 {
+    static constexpr int BITS = 3, COLS = 16, BYTES = 192, OFFSET = 4;
+    static constexpr bool IS_SPLIT = true;
+    struct Unit {
+        bits low, high;
+    };
+    static INLINE Unit stored(const char* unit, int v) {
+        const bits high = load_halves(unit + 128 + v * W * 2);
+        return {load_bits(unit + v * W * 4), high << 2 | high << 14};
+    }
+    static INLINE bits four(const Unit& own, int part) {
+        return ((own.low >> (2 * part)) & 0x03030303u) | ((own.high >> part) & 0x04040404u);
+    }
 };
 
 template <int HIGH, int OWN_OFFSET>  // HIGH: bits above the lower four
@@ -221,7 +234,7 @@ struct Blocks : Own {
     }
 };
 using BlocksQ2 = Blocks<Crumbs, 16, true, true>;
-using BlocksQ3 = Blocks<SignedNibbles, 16, false>;
+using BlocksQ3 = Blocks<Crumbs3, 16, false>;
 using BlocksQ4 = Blocks<Nibbles, 32, true>;
 using BlocksQ5 = Blocks<SplitCodes<1, 0>, 32, true>;
 using BlocksQ6 = Blocks<SplitCodes<2, 32>, 16, false>;

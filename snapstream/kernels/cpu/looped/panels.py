@@ -93,16 +93,17 @@ def code_panel_shape(shape: tuple[int, ...], form: WeightFormat) -> tuple[int, .
 
 
 def _parts(panels: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of ``panels [P, blocks, bytes]``: scales of two bytes ``[P, blocks, n, 32, 2]``, of one ``[..., 1]``, and
-    codes ``[P, blocks, units, 32, 4]``.
+    """Of ``panels [P, blocks, bytes]``: scales of two bytes ``[P, blocks, n, 32, 2]``, of one ``[..., 1]``, and codes
+    ``[P, blocks, units, 32, 4]``, of three bits ``[..., 6]``.
     """
     halves = _halves(form)
     parts = panels.split((PANEL * halves, PANEL * (form.scale_bytes - halves), form.block * form.bits // 8 * PANEL), 2)
     first, second, codes = (
-        own.unflatten(2, (own.shape[2] // (PANEL * size), PANEL, size))
-        for own, size in zip(parts, (2, 1, _ROW), strict=True)
+        own.unflatten(2, (own.shape[2] // (PANEL * size), PANEL * size))
+        for own, size in zip(parts, (2, 1, 6 if form.bits == 3 else _ROW), strict=True)
     )
-    return first, second, codes
+    lines = [own.unflatten(-1, (PANEL, -1)) for own in codes.split(PANEL * _ROW, -1)]
+    return first.unflatten(-1, (PANEL, 2)), second.unflatten(-1, (PANEL, 1)), torch.cat(lines, -1)
 
 
 def fill_codes(library: Library, panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
@@ -116,7 +117,7 @@ def fill_codes(library: Library, panels: Tensor, first: int, codes: Tensor, scal
     if len(codes):
         library.fill_codes(
             address(panels), *panels.shape[1:], first, len(codes), address(codes), address(scales), form.scale_bytes,
-            _halves(form), form.bits == 4, torch.get_num_threads(),
+            _halves(form), form.bits, torch.get_num_threads(),
         )  # fmt: skip
 
 

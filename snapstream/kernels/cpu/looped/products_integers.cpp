@@ -98,6 +98,10 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
     const Quads<Form> form(stack);
     const auto lies = [&](const char* from, int i) { return from + i / WIDE * fetch.apart; };
     sums += v * W, weight += v * W * 4;  // of the first vector: further ones lie at distances that are constants
+    const auto stored_at = [&](const char* from, int i) {
+        if constexpr (Form::BYTES % (4 * PANEL)) return Form::stored(lies(from, i) - v * W * 4, v + i % WIDE);  // half words
+        else return Form::stored(lies(from, i), i % WIDE);
+    };
     const int64_t group = GROUP ? GROUP : stack.group;
     const auto begin = [](int32_t sum) { return (ints)all_bits(Form::HAS_MINIMUM ? 0 : sum); };
     for (int64_t left = cols; left > 0;) {
@@ -120,15 +124,14 @@ INLINE void tile_of_groups(const Stack& stack, const char* weight, const int32_t
                         bits quads[VECTORS];
                         if constexpr (KEEPS)
                             UNROLL for (int i = 0; i < VECTORS; ++i)
-                                quads[i] = form.of(Form::stored(lies(weight, i), i % WIDE), part);
+                                quads[i] = form.of(stored_at(weight, i), part);
                         UNROLL for (int pass = 0; pass < Dot::PASSES; ++pass, codes += T) {
                             bits four[VECTORS];
                             const char* from = weight;  // hidden: loaded again, as no registers could keep them
                             if constexpr (Dot::PASSES > 1) asm volatile("" : "+r"(from));
                             UNROLL for (int i = 0; i < VECTORS; ++i) {
                                 if constexpr (!KEEPS) {
-                                    const auto stored = Form::stored(lies(from, i), i % WIDE);
-                                    four[i] = Dot::pass(form.of(stored, part), pass);
+                                    four[i] = Dot::pass(form.of(stored_at(from, i), part), pass);
                                 } else {
                                     four[i] = Dot::pass(quads[i], pass);
                                 }

@@ -113,6 +113,18 @@ INLINE ints load_bytes(const char* from) {
     return __builtin_convertvector(__builtin_convertvector(own, shorts), ints);
 #endif
 }
+INLINE bits load_halves(const char* from) {  // whole numbers of 16 bits
+#if ISA == 512
+    return (bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif ISA == 256
+    return (bits)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+    typedef uint16_t halves __attribute__((vector_size(W * 2)));
+    halves own;
+    std::memcpy(&own, from, sizeof own);
+    return __builtin_convertvector(own, bits);
+#endif
+}
 INLINE void store_bytes(void* to, ints v) {
 #if ISA == 512
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)v));

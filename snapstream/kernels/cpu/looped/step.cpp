@@ -516,7 +516,7 @@ INLINE void interleave(const char* from, int64_t stride, int64_t count, int64_t 
 // scale_bytes, of which the first `halves` bytes are numbers of two.
 EXPORT void looped_fill_codes(char* panels, int64_t blocks, int64_t block_bytes, int64_t first, int64_t rows,
                               const char* codes, const char* scales, int64_t scale_bytes, int64_t halves,
-                              int64_t is_four_bits, int64_t threads) {
+                              int64_t bits, int64_t threads) {
     const int64_t code_bytes = block_bytes / PANEL - scale_bytes;
     const auto same = [](auto own) { return own; };
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -529,9 +529,14 @@ EXPORT void looped_fill_codes(char* panels, int64_t blocks, int64_t block_bytes,
             char* to = panels + (panel * blocks + block) * block_bytes;
             interleave<uint16_t>(own_scales, stride, halves / 2, lanes, to + 2 * lane, same);
             interleave<uint8_t>(own_scales + halves, stride, scale_bytes - halves, lanes, to + PANEL * halves + lane, same);
-            to += PANEL * scale_bytes + 4 * lane;
-            if (is_four_bits) interleave<uint32_t>(own, blocks * code_bytes, code_bytes / 4, lanes, to, apart);
-            else interleave<uint32_t>(own, blocks * code_bytes, code_bytes / 4, lanes, to, same);
+            to += PANEL * scale_bytes;
+            const int64_t apart_by = blocks * code_bytes;
+            if (bits == 4) interleave<uint32_t>(own, apart_by, code_bytes / 4, lanes, to + 4 * lane, apart);
+            else if (bits != 3) interleave<uint32_t>(own, apart_by, code_bytes / 4, lanes, to + 4 * lane, same);
+            else for (int64_t unit = 0; unit < code_bytes; unit += 6, to += 6 * PANEL) {
+                interleave<uint32_t>(own + unit, apart_by, 1, lanes, to + 4 * lane, same);
+                interleave<uint16_t>(own + unit + 4, apart_by, 1, lanes, to + 4 * PANEL + 2 * lane, same);
+            }
         }
     }
 }
