@@ -227,6 +227,7 @@ def _model_config(config: PreTrainedConfig) -> ModelConfig:
         (model.has_chunks, f"has chunked attention, {unsupported}"),
         (model.index_topk is not None, f"has an indexer of sparse attention, {unsupported}"),
         (model.has_sinks, f"has learned attention sinks, {unsupported}"),
+        (model.value_dim is not None, f"has values smaller than keys, {unsupported}"),
         (model.score_cap is not None, f"has a cap of attention scores, {unsupported}"),
         (spec.values_are_keys, "keeps latents in the engine, which a cache of transformers does not see"),
     ):

@@ -24,6 +24,7 @@ BUDGET = 64
 REFUSED = (
     "gpt-oss", "granite-swa", "granite-moe-swa", "flint", "falcon-h1", "gemma2", "vaultgemma", "phi3-longrope",
     "phi3-window", "mistral-window", "llama4", "gemma3n", "gemma4", "kimi-linear", "minimax-m3",
+    "mimo-v2",
 )  # fmt: skip
 ONE_OF_EACH = {config: name for name, (config, _) in reversed(ARCHITECTURES.items())}  # the first of each class
 FAMILIES = [
@@ -197,6 +198,9 @@ def test_models_and_budgets_that_the_engine_would_refuse() -> None:
         SnapStreamCache(transformers.GPT2Config(), budget=BUDGET)
     with pytest.raises(ValueError, match="latents"):
         SnapStreamCache(make_model("deepseek-v3-dense").config, budget=BUDGET)
+    for name, reason in (("mimo-v2", "differ in their heads"), ("mimo-v2-full", "values smaller than keys")):
+        with pytest.raises(ValueError, match=reason):
+            SnapStreamCache(make_model(name).config, budget=BUDGET)
     config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
         SnapStreamCache(config, budget=BUDGET)
