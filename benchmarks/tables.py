@@ -26,7 +26,7 @@ FILES = (
     "peers_llama_bench_iq", "peers_llama_bench_lfm2_amd",
     "peers_llama_bench_mixture_avx2", "peers_llama_bench_mixture_intel", "peers_llama_bench_gpt_oss_intel",
 )  # fmt: skip
-LADDERS = ("looping_avx2", "looping_intel")
+LADDERS = ("looping_amd", "looping_avx2", "looping_intel")
 # Where a result is not called as its benchmark.
 COMMANDS = (
     dict.fromkeys(ENGINES, "peers") | dict.fromkeys(FILES, "peers.llama_bench") | dict.fromkeys(LADDERS, "looping")
