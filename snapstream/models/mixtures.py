@@ -308,15 +308,15 @@ def _laguna_refusals(settings: Settings) -> list[str]:
 def _mimo_settings(settings: Settings) -> Settings:
     """Kinds of layers and their ropes of published files by their names in transformers."""
     found, count = dict(settings), num_layers(settings)
-    kinds, sparse = found.get("hybrid_layer_pattern"), found.get("moe_layer_freq")
-    if not isinstance(kinds, list):
-        kinds = [int(layer > 0 and (layer + 1) % 6 > 0) for layer in range(count)]
-    if not isinstance(sparse, list):
-        sparse = [int(layer > 0) for layer in range(count)]
-    if found.get("layer_types") is None:
-        found["layer_types"] = [WINDOW if own else ATTENTION for own in kinds]
-    if found.get("mlp_layer_types") is None:
-        found["mlp_layer_types"] = ["sparse" if own else "dense" for own in sparse]
+    given = {
+        "layer_types": ("hybrid_layer_pattern", WINDOW, ATTENTION, lambda layer: layer > 0 and (layer + 1) % 6 > 0),
+        "mlp_layer_types": ("moe_layer_freq", "sparse", "dense", lambda layer: layer > 0),
+    }
+    for name, (published, yes, no, default) in given.items():
+        flags = found.get(published)
+        flags = [default(layer) for layer in range(count)] if flags is None else flags
+        if found.get(name) is None:  # other values than lists are refused
+            found[name] = [yes if one else no for one in flags] if isinstance(flags, list) else flags
     if found.get("rope_parameters") is None:
         share, bases = found["partial_rotary_factor"], {ATTENTION: found["rope_theta"], WINDOW: found["swa_rope_theta"]}
         found["rope_parameters"] = {

@@ -47,7 +47,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 201,
-    "Python lines of the package": 53661,
+    "Python lines of the package": 53662,
     "C++ files": 27,  # a stage for recurrent layers, and their prefill
     "files under tests/": 226,
     "modules with one importer": 20,

@@ -335,3 +335,15 @@ def test_rows_that_lie_in_another_order(tmp_path: Path) -> None:
         assert torch.equal(widened[name], wide), name
     kept = numbers_of(target, WeightFormats(layers=INT4, tables=WeightFormat(dtype="float32")))
     assert all(torch.equal(kept[name], widened[name]) for name in widened)
+
+
+def test_rows_of_zeros_behind_values(tmp_path: Path) -> None:
+    """Values smaller than keys (MiMo), read from codes as quantized while loading."""
+    source, target = tmp_path / "own", tmp_path / "codes"
+    make_model("mimo-v2-panels", intermediate_size=96).save_pretrained(source)
+    quantize_checkpoint(source, target, INT4)
+    formats = WeightFormats(layers=INT4, tables=WeightFormat(dtype="float32"))
+    kept, loaded = (load(folder, formats).stored() for folder in (target, source))
+    assert all(torch.equal(kept[name], loaded[name]) for name in kept)
+    values = kept["qkv.full"][0, -48:]  # of one kv head: 32 numbers, stored as 48
+    assert values[:32].any(-1).all() and not values[32:].any()

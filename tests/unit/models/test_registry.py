@@ -1331,6 +1331,28 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**M3, "qk_norm_type": "per_layer"}, "qk_norm_type is 'per_layer'; of this architecture it must be 'per_head'"),
     ({**M3, "sparse_attention_config": [1]}, r"sparse_attention_config is \[1\]; it must be an object of settings"),
     ({**M3, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number over 0"),
+    ({**PUBLISHED["MiMo-V2-Flash"][0], "hybrid_layer_pattern": "x"}, "layer_types is 'x'; it must be a list"),
+    (
+        {**PUBLISHED["MiMo-V2-Flash"][0], "hybrid_layer_pattern": [0, 1]},
+        "layer_types is a list of 2; it must be a list",
+    ),
+    (
+        {**PUBLISHED["MiMo-V2-Flash"][0], "moe_layer_freq": 1},
+        "mlp_layer_types is 1; it must name the kind of every layer",
+    ),
+    ({**PUBLISHED["MiMo-V2-Flash"][0], "moe_layer_freq": [1, 0] * 24}, "only dense layers first, then sparse ones"),
+    (
+        {**PUBLISHED["MiMo-V2-Flash"][0], "swa_head_dim": 128},
+        "swa_head_dim is 128; of this architecture it must be 192",
+    ),
+    (
+        {**PUBLISHED["MiMo-V2-Flash"][0], "v_head_dim": 200, "swa_v_head_dim": 200},
+        "values have 200 numbers; it must be 2 to 192",
+    ),
+    (
+        {**PUBLISHED["MiMo-V2-Flash"][0], "rope_scaling": {"type": "yarn", "factor": 2}},
+        "rope_scaling is .*; of this architecture it must be None",
+    ),
     ({**LAGUNA, "gating_types": ["per_head", "none"]}, r"gating_types is \['per_head', 'none'\]; of this architecture"),
     ({**LAGUNA, "norm_topk_prob": False}, "norm_topk_prob is False; of this architecture it must be True"),
     ({**LAGUNA, "gating": "per-element"}, "gating is 'per-element'; only a gate for each head"),

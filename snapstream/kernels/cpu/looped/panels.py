@@ -103,7 +103,8 @@ def _parts(panels: Tensor, form: WeightFormat) -> tuple[Tensor, Tensor, Tensor]:
         for own, size in zip(parts, (2, 1, 6 if form.bits == 3 else _ROW), strict=True)
     )
     lines = [own.unflatten(-1, (PANEL, -1)) for own in codes.split(PANEL * _ROW, -1)]
-    return first.unflatten(-1, (PANEL, 2)), second.unflatten(-1, (PANEL, 1)), torch.cat(lines, -1)
+    own_codes = lines[0] if len(lines) == 1 else torch.cat(lines, -1)
+    return first.unflatten(-1, (PANEL, 2)), second.unflatten(-1, (PANEL, 1)), own_codes
 
 
 def fill_codes(library: Library, panels: Tensor, first: int, codes: Tensor, scales: Tensor, form: WeightFormat) -> None:
