@@ -46,6 +46,7 @@ def running_server(
             app,
             port=0,
             http=guard.protocol(),
+            ws="none",  # as the server, whatever is installed
             log_config=None,
             timeout_graceful_shutdown=1,
             ssl_certfile=None if tls is None else tls[0],
