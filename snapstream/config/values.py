@@ -77,6 +77,9 @@ class InvalidValue(ValueError):
         self.field = field
 
 
+MAX_DIM = 2**16  # of a head and of a latent
+
+
 def check(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)

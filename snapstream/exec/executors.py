@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from snapstream.config import DTYPE_BYTES, EXECUTORS, EngineConfig, ModelConfig, WeightFormats
-from snapstream.config.model import DeltaNet, Mamba2
+from snapstream.config.recurrent import DeltaNet, Mamba2
 from snapstream.config.values import imported, num_cores
 from snapstream.models.registry import FAMILIES, kv_spec_of, tensor_specs
 from snapstream.models.tensors import base_name

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig, ModelConfig
-from snapstream.config.model import DeltaNet, LengthScale, Mamba2
+from snapstream.config.model import LengthScale
+from snapstream.config.recurrent import DeltaNet, Mamba2
 from snapstream.distributed.group import Group, memory_problem
 from snapstream.exec.eager import DraftBatch, GoOn, StepParts
 from snapstream.exec.executors import LOOPED, max_batch

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from snapstream.config import RopeConfig, RopeKind
-from snapstream.config.model import MAX_DIM
+from snapstream.config.values import MAX_DIM
 from snapstream.types import named
 
 Settings = Mapping[str, Any]  # a parsed config.json

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import LayerNorms, Mamba2, Multipliers
+from snapstream.config.model import LayerNorms, Multipliers
+from snapstream.config.recurrent import Mamba2
 from snapstream.models.config_json import Settings, flag, number
 from snapstream.models.family import Family, Recipe, num_layers, unbuilt
 from snapstream.models.granite import MAMBA_DEFAULTS, bamba_tensors, mamba2, step_refusals

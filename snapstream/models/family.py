@@ -14,7 +14,9 @@ from functools import partial
 from typing import Any
 
 from snapstream.config import DType, KVDType, ModelConfig
-from snapstream.config.model import MAX_DIM, LayerClamps, MoEConfig, Recurrent, SwiGLUClamp
+from snapstream.config.model import LayerClamps, MoEConfig, SwiGLUClamp
+from snapstream.config.recurrent import Recurrent
+from snapstream.config.values import MAX_DIM
 from snapstream.kv.spec import KVSpec
 from snapstream.models.config_json import Settings, flag, number, parse_rope, whole_number
 from snapstream.models.tensors import TensorSpecs, decoder_tensors

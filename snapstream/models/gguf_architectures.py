@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Any
 
-from snapstream.config.model import MAX_DIM
+from snapstream.config.values import MAX_DIM
 from snapstream.models.gguf_header import Array, Header, Tensor, described
 from snapstream.models.tensors import ExpertNames
 

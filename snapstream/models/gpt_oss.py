@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MAX_DIM
+from snapstream.config.values import MAX_DIM
 from snapstream.models.config_json import Settings, whole_number
 from snapstream.models.family import Family, Recipe, attention_biases, oai_clamps, read_experts, windows_by_type
 from snapstream.models.tensors import TensorSpec, TensorSpecs, attention_tensors, outer_tensors

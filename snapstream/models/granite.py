@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from snapstream.config import ModelConfig, RopeConfig
-from snapstream.config.model import LayerNorms, Mamba2, MoEConfig, Multipliers
+from snapstream.config.model import LayerNorms, MoEConfig, Multipliers
+from snapstream.config.recurrent import Mamba2
 from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
 from snapstream.models.family import (
     ATTENTION,

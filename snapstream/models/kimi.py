@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import DeltaNet
+from snapstream.config.recurrent import DeltaNet
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals, latent_refusals
 from snapstream.models.family import (

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import LayerNorms, ShortConv
+from snapstream.config.model import LayerNorms
+from snapstream.config.recurrent import ShortConv
 from snapstream.models.config_json import Settings, flag, number, whole_number
 from snapstream.models.family import (
     ATTENTION,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import MAX_DIM, LayerNorms, LengthScale
+from snapstream.config.model import LayerNorms, LengthScale
+from snapstream.config.values import MAX_DIM
 from snapstream.models.config_json import Settings, flag, number, rope_settings, whole_number
 from snapstream.models.family import (
     Family,

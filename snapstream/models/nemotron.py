@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import LayerNorms, Mamba2
+from snapstream.config.model import LayerNorms
+from snapstream.config.recurrent import Mamba2
 from snapstream.models.config_json import Settings, flag, whole_number
 from snapstream.models.family import (
     ATTENTION,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import DeltaNet, LayerNorms
+from snapstream.config.model import LayerNorms
+from snapstream.config.recurrent import DeltaNet
 from snapstream.models.config_json import Settings, flag, rope_settings, whole_number
 from snapstream.models.family import (
     ATTENTION,

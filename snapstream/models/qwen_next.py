@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import DeltaNet
+from snapstream.config.recurrent import DeltaNet
 from snapstream.models.config_json import Settings, whole_number
 from snapstream.models.family import (
     ATTENTION,

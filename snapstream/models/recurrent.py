@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from snapstream.config import ModelConfig
-from snapstream.config.model import DeltaNet, Mamba2, ShortConv
+from snapstream.config.recurrent import DeltaNet, Mamba2, ShortConv
 from snapstream.kernels.interface import CosSin, SumNorm
 from snapstream.models.layers import DenseLayer, KVView, bias_of_sum
 from snapstream.models.weights import LayerWeights

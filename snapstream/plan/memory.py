@@ -19,7 +19,7 @@ from snapstream.config import (
     Selector,
 )
 from snapstream.config.engine import SNAPSHOT_LEN, Speculator
-from snapstream.config.model import DeltaNet, Mamba2
+from snapstream.config.recurrent import DeltaNet, Mamba2
 from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
 from snapstream.exec.executors import MAX_DRAFTED, executor_of, mlp_size

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from snapstream.config import EngineOptions, KVBudget, PrefixStoreConfig
 from snapstream.config.kv import HeadProfile
-from snapstream.config.model import ShortConv
+from snapstream.config.recurrent import ShortConv
 from snapstream.engine.prefix_cache import Node, PrefixIndex, Reservation
 from snapstream.kernels import pytorch, reference
 from snapstream.kernels.cpu.looped import prompt

@@ -14,7 +14,8 @@ import pytest
 
 from snapstream.config import ModelConfig, RopeConfig
 from snapstream.config.engine import ParallelConfig
-from snapstream.config.model import AltUp, HeadSizes, LatentConfig, LengthScale, Mamba2, Multipliers
+from snapstream.config.model import AltUp, HeadSizes, LatentConfig, LengthScale, Multipliers
+from snapstream.config.recurrent import Mamba2
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
 from snapstream.models.sharding import active_parameters, num_parameters, rank_config
