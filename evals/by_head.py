@@ -16,10 +16,10 @@ from torch import Tensor
 from snapstream.config import DType, EngineConfig, KVDType, ModelConfig
 from snapstream.exec.runner import ModelRunner
 from snapstream.grammar import GrammarCompiler
-from snapstream.kernels.interface import CosSin, HeadNorm
+from snapstream.kernels.interface import CosSin
 from snapstream.kv.spec import Full, KVSpec
 from snapstream.models.decoder import Decoder
-from snapstream.models.latent import LATENT_EPS, LatentLayer
+from snapstream.models.latent import LatentLayer
 from snapstream.models.layers import KVView
 from snapstream.models.registry import FAMILIES, kv_spec_of
 
@@ -32,15 +32,15 @@ class ByHeadLayer(LatentLayer):
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
         """See ``models.decoder.Layer.attend``: ``[T', H, U]``."""
         normed = self._kernels.sum_norm(residual, pending, self._input_norm, self._eps)
-        queries, latents, gates = self._project(normed, rope)
-        assert gates is None, "gates of heads are not supported"
+        queries, latents = self._project(normed, rope)
+        assert self._gates is None and self._head_norm.sinks is None, "gates and sinks of heads are not supported"
         asked = self._heads.expanded(queries)  # [T, H, X]
         num_tokens, num_heads, size = asked.shape
         keys, values = asked.new_zeros(2, num_heads, num_tokens, size)
         self._heads.expand(latents[:, 0], keys, values)
         heads = torch.cat((asked, keys.transpose(0, 1), values.transpose(0, 1)), 1)  # [T, 3H, X]
         identity = torch.ones(num_tokens, 1, size), torch.zeros(num_tokens, 1, size)  # heads are already rotated
-        return view.attend(self._index, heads, HeadNorm(None, LATENT_EPS), identity)[..., : self._heads.value_dim]
+        return view.attend(self._index, heads, self._head_norm, identity)[..., : self._heads.value_dim]
 
 
 def by_head_spec(config: ModelConfig, dtype: DType, kv_dtype: KVDType = "auto") -> KVSpec:

@@ -132,15 +132,16 @@ class LatentConfig:
     q_rank: int | None  # Q, numbers between the two projections of the queries; None: one projection
     kv_rank: int  # R
     nope_dim: int  # numbers of a query head that are compared with the expanded key
-    rope_dim: int  # P, numbers of a query head that are compared with r
+    rope_dim: int  # P, numbers of a query head that are compared with r; 0: none
     value_dim: int  # U, numbers of an expanded value
     softmax_scale: float  # by which products of queries and keys are multiplied
     is_interleaved: bool = True  # the checkpoint rotates the pairs (0, 1), (2, 3) of the P numbers, not its halves
+    norm_eps: float = 1e-6  # of the norms of c and of what queries are made of, independent of rms_norm_eps
 
     def __post_init__(self) -> None:
         for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
-            size = getattr(self, name)
-            check(1 <= size <= MAX_DIM, f"{name} is {size}; it must be >= 1 and <= {MAX_DIM}")
+            size, least = getattr(self, name), int(name != "rope_dim")
+            check(least <= size <= MAX_DIM, f"{name} is {size}; it must be >= {least} and <= {MAX_DIM}")
         check(self.q_rank is None or self.q_rank >= 1, f"q_rank is {self.q_rank}; it must be >= 1")
         check(self.rope_dim % 2 == 0, f"rope_dim is {self.rope_dim}; rotary embedding needs an even size")
         check(
@@ -281,6 +282,32 @@ class AltUp:
         return NormalDist().inv_cdf(share) if (share := self.sparsities[layer]) else -math.inf
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConnections:
+    """Several residual streams of a token, of which attention and MLP each read one sum and to which they add their
+    output, by shares that the token decides (hyper-connections, Zhu et al., arXiv 2409.19606).
+
+    With ``iterations`` the streams are mixed, too, by a matrix whose rows and columns add up to 1 (manifold-constrained
+    hyper-connections, Xie et al., arXiv 2512.24880; GLM-5.3-Flash). With 0 each stays as it is (Hy V4).
+    """
+
+    num_streams: int
+    iterations: int  # of Sinkhorn-Knopp
+    most_added: float = 2.0  # by which the sigmoid is multiplied that is a stream's share of an output
+    eps: float = 1e-6  # of shares, and of the sums that the matrix is divided by
+    has_head: bool = True  # the streams behind the last layer are read like those before a layer; else their mean is
+
+    def __post_init__(self) -> None:
+        check(2 <= self.num_streams <= 16, f"{self.num_streams} residual streams are not supported; 2 to 16 are")
+        check(0 <= self.iterations <= 1000, f"hc_sinkhorn_iters is {self.iterations}; it must be 0 to 1000")
+        check(self.most_added > 0 and self.eps > 0, f"hc_magnitude and hc_eps must be over 0, not {self}")
+
+    @property
+    def num_shares(self) -> int:
+        """Numbers that a token decides: what is read, what is added, and how streams are mixed."""
+        return self.num_streams * (2 + (self.num_streams if self.iterations else 0))
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder: all of a checkpoint but its weights."""
@@ -336,6 +363,7 @@ class ModelConfig:
     per_layer_dim: int = 0  # numbers of a token that are embedded for each layer (Gemma 4); 0: none
     per_layer_lines: int = 0  # of the tables of these embeddings, behind which token ids have the first; 0: V
     altup: AltUp | None = None
+    hyper: HyperConnections | None = None
     has_layer_scalars: bool = False  # a layer's output is multiplied by a stored number
     has_wide_mlps: bool = False  # the MLP of layers that share keys and values has twice intermediate_size
     logit_cap: float | None = None  # c of c tanh(logits / c)
@@ -344,7 +372,8 @@ class ModelConfig:
     has_sinks: bool = False  # a learned attention sink per query head (gpt-oss); with full_heads under windows alone
     value_dim: int | None = None  # numbers of a value, where a key has more; zeros are kept behind them (MiMo)
     # Numbers of a token whose sigmoid gates the output of a head of attention: head_dim, in the checkpoint behind each
-    # query head (Qwen3-Next) or apart (Trinity), 1, of a projection of its own (LFM3), or 0: none.
+    # query head (Qwen3-Next) or apart (Trinity), 1, of a projection of its own (LFM3), or 0: none. With latents apart,
+    # and value_dim or 1.
     gate_dim: int = 0
     has_softplus_gates: bool = False  # they are log(1 + e^x) in place of sigmoids (Laguna)
     qkv_bias: bool = False
@@ -397,11 +426,11 @@ class ModelConfig:
                 "attention parallel to recurrence needs Mamba-2 in all layers, without latents, attention gates, "
                 "sliding windows and norms of outputs",
             )  # fmt: skip
+        of_head = self.head_dim if self.latent is None else self.latent.value_dim
         check(
-            self.gate_dim in (0, self.head_dim)
-            or (self.gate_dim == 1 and not self.qkv_bias and not (self.latent and self.latent.q_rank)),
-            f"gates of attention have {self.gate_dim} numbers a head; there must be {self.head_dim} or, without biases "
-            "of queries, 1",
+            self.gate_dim in (0, of_head) or (self.gate_dim == 1 and not self.qkv_bias),
+            f"gates of attention have {self.gate_dim} numbers a head; there must be {of_head} or, without biases of "
+            "queries, 1",
         )
         check(len(self.attention_layers) > 0, "a model without any attention layer is not supported")
         if self.mlp_layers is not None:
@@ -538,6 +567,12 @@ class ModelConfig:
             count = len(altup.sparsities)
             check(count == self.num_layers, f"activation sparsity is given for {count} of {self.num_layers} layers")
         check(
+            self.hyper is None
+            or (self.is_pre_norm and self.multipliers == Multipliers() and not self.norms_experts_alone
+                and not (self.altup or self.mlp_layers or self.has_parallel_recurrence or self.has_layer_ends)),
+            "hyper-connections need layers of two parts, each behind a norm, without norms of outputs and multipliers",
+        )  # fmt: skip
+        check(
             self.per_layer_dim % 32 == 0,
             f"embeddings per layer have {self.per_layer_dim} numbers; it must be a multiple of 32",
         )
@@ -548,7 +583,8 @@ class ModelConfig:
     @property
     def stream_size(self) -> int:
         """Numbers of a token between layers: D, of each residual stream."""
-        return self.hidden_size * (1 if self.altup is None else self.altup.num_streams)
+        several = self.altup or self.hyper
+        return self.hidden_size * (1 if several is None else several.num_streams)
 
     @property
     def has_uneven_layers(self) -> bool:

@@ -207,7 +207,7 @@ GRAPH = Executor(
 _LOOPED_TENSORS = frozenset(
     "embed lm_head input_norm post_norm final_norm qkv qkv_bias o o_bias q_norm k_norm gate_up down gate_up_bias "
     "down_bias input_norm_bias post_norm_bias final_norm_bias lm_head_bias "
-    "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b router router_bias experts_gate_up "
+    "attention_out_norm mlp_out_norm q_a q_a_norm q kv_a kv_a_norm kv_b gates router router_bias experts_gate_up "
     "experts_down shared_gate_up shared_down sinks router_logit_bias experts_gate_up_bias experts_down_bias "
     "layer_scalar embed_per_layer per_layer_in per_layer_in_norm per_layer_gate per_layer_out per_layer_norm "
     "xielu streams_in streams_out stream_router stream_router_norm stream_prediction stream_correction stream_scale "
@@ -216,7 +216,7 @@ _LOOPED_TENSORS = frozenset(
     "delta_gates delta_decay delta_step delta_norm delta_out delta_decay_up delta_gate_up "
     "mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
     "mamba_out_bias".split()
-)
+) | {f"hyper_{part}_{kind}" for part in ("attention", "mlp", "head") for kind in ("weights", "base", "scale")}
 _MAX_HEAD_DIM = 512
 
 
@@ -303,14 +303,15 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     q_rank = 0 if latent is None else latent.q_rank or 0
     inner, outer = _recurrent_sizes(model)
     # In a layer whose q, k and v differ in their formats, or queries and latents.
-    inputs = 2 if model.stored.own or latent is not None else 1
+    inputs = 1 if latent is None and not model.stored.own else 3 if latent is not None and model.gate_dim else 2
     widest = max(inputs * _padded(model.hidden_size), model.widest_inner, attended, q_rank, outer) + _ALIGN
     projected = inner
     if latent is None:
         heads_of = map(partial(_projected, model), range(model.num_layers))
         projected = inner + max(heads_of) if model.has_parallel_recurrence else max(inner, *heads_of)
     parts = heads * -(-slots // _PART_SLOTS) * (2 + model.widest_head)
-    wide = model.hidden_size * (2 if model.norms.after_mlp is not None or model.is_parallel else 1)
+    has_outputs = model.norms.after_mlp is not None or model.is_parallel or model.hyper is not None
+    wide = model.hidden_size * (2 if has_outputs else 1)
     angles = model.widest_head * (1 if model.window_rope is None else 2)
     gate_up = (1 + model.has_gate) * model.widest_inner if model.dense_layers else 0
     if model.per_layer_dim:
@@ -318,6 +319,8 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     if (altup := model.altup) is not None:
         wide += model.hidden_size + model.stream_size + altup.laurel_rank  # of both branches, and the streams
         widest = max(widest, altup.laurel_rank + _ALIGN)
+    if (hyper := model.hyper) is not None:
+        wide += model.stream_size + hyper.num_shares + hyper.num_streams * (1 + hyper.num_streams)
     if model.moe is not None and model.moe.is_beside_mlp:
         wide += model.hidden_size + _padded(model.hidden_size)  # what the MLP gave, and what the router reads
     return wide + projected + max(gate_up, 2 * model.per_layer_dim) + widest + angles + parts

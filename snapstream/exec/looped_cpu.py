@@ -31,7 +31,9 @@ from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.cpu.looped.library import (
     ACTIVATIONS,
     FORMATS,
+    Connection,
     Draw,
+    Hyper,
     Latent,
     LayerParts,
     Library,
@@ -55,11 +57,12 @@ from snapstream.kernels.rows import activation_numbers
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
 from snapstream.models.decoder import Decoder
-from snapstream.models.layers import activations_of, bias_of_sum, expert_bias_of_sum, stream_router, turned_scale
+from snapstream.models.layers import activations_of, bias_of_sum, expert_bias_of_sum, turned_scale
 from snapstream.models.matrix import JoinedMatrix, MakeMatrix
 from snapstream.models.panels import PanelMatrix, make_panels
 from snapstream.models.recurrent import in_scales
 from snapstream.models.rope import Rope
+from snapstream.models.streams import stream_router
 from snapstream.models.weights import LayerWeights
 
 _VECTORS = "final_norm", "lm_head_bias", "sinks", "per_layer_in_norm"
@@ -70,7 +73,7 @@ _LAYER_VECTORS = (
 )  # fmt: skip
 _MATRICES = (
     "per_layer_in", "per_layer_gate", "per_layer_out", "experts_gate_up", "experts_down", "shared_gate_up",
-    "shared_down", "latent_in", "latent_out", "q_a", "q", "kv_a", "laurel_in", "laurel_out",
+    "shared_down", "latent_in", "latent_out", "q_a", "q", "kv_a", "gates", "laurel_in", "laurel_out",
 )  # fmt: skip
 _BOTH = 3  # as abi.h: the kind of layers with attention and recurrence
 _BESIDE = ("mlp_part_norm", "experts_norm", "experts_part_norm", "router_scale", "expert_scale")
@@ -136,7 +139,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         embed_multiplier=decoder.embedding_multiplier, residual_multiplier=multipliers.residual,
         attention_multiplier=multipliers.attention_out, mlp_multiplier=multipliers.mlp_out / multipliers.mlp_gate,
         logits_multiplier=multipliers.logits, dynamic_factor=config.rope.factor, dynamic_theta=config.rope.theta,
-        mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent,
+        mixture=_mixture(decoder), latent=_latent(decoder), recurrent=recurrent, hyper=_hyper(decoder),
         gate_dim=config.gate_dim, is_parallel=config.is_parallel, is_centered=config.is_centered,
         has_softplus_gates=config.has_softplus_gates, norms_heads_apart=config.norms_heads_apart,
         scaled_from=scale.original, query_beta=scale.beta, scales_unrotated=scale.is_unrotated,
@@ -184,6 +187,7 @@ def _layer_parts(decoder: Decoder, made: Sequence[Mapping[str, Tensor | None]]) 
             **{f"{name}_bias": address(bias) for name, bias in biases.items()}, **stacks,
             **{name: address(vector) for name, vector in made[index].items()},
             post_norm=address(weights.optional(second)),
+            **{f"before_{half}": _connection(weights.vectors, f"hyper_{half}") for half in ("attention", "mlp")},
             deviations=-math.inf if config.altup is None else config.altup.deviations(index),
             **{name: address(weights.optional(name)) for name in _LAYER_VECTORS},
         )  # fmt: skip
@@ -245,7 +249,21 @@ def _latent(decoder: Decoder) -> Latent:
         q_a_norm=address(weights.vectors.get("q_a_norm")), c_norm=address(weights.vectors["kv_a_norm"]),
         up=address(weights.matrices["kv_b"].dense()), q_rank=latent.q_rank or 0, rank=latent.kv_rank,
         nope_dim=latent.nope_dim, rope_dim=latent.rope_dim, value_dim=latent.value_dim,
-        factor=latent.softmax_scale * latent.latent_dim**0.5,
+        eps=latent.norm_eps, factor=latent.softmax_scale * latent.latent_dim**0.5,
+    )  # fmt: skip
+
+
+def _connection(vectors: Mapping[str, Tensor], name: str) -> Connection:
+    return Connection(**{part: address(vectors.get(f"{name}_{part}")) for part in ("weights", "base", "scale")})
+
+
+def _hyper(decoder: Decoder) -> Hyper:
+    hyper = decoder.shard.hyper
+    if hyper is None:
+        return Hyper()
+    return Hyper(
+        head=_connection(decoder.weights.vectors, "hyper_head"), streams=hyper.num_streams, shares=hyper.num_shares,
+        iterations=hyper.iterations, most_added=hyper.most_added, eps=hyper.eps,
     )  # fmt: skip
 
 

@@ -128,14 +128,20 @@ def flash_window(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | N
     return out if sinks is None else share_sinks(out.transpose(0, 1), found[1][0], sinks).transpose(0, 1)
 
 
-def one_query_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def one_query_attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Attention of one query over all N tokens: ``q [1, H, E]``, ``k [G, N, E], v [G, N, E']`` -> ``[1, H, E']``.
+    ``sinks [H]``: a logit in each softmax.
 
     Any sizes of heads and values, on any device: for latents, whose keys are wider than flash kernels take. The heads
     of a group stand as queries of one head, so that keys are neither repeated nor copied.
     """
     grouped = q.reshape(1, k.shape[0], -1, q.shape[-1])  # [1, G, r, E]
-    return F.scaled_dot_product_attention(grouped, k[None], v[None]).flatten(1, 2)
+    out = F.scaled_dot_product_attention(grouped, k[None], v[None]).flatten(1, 2)
+    if sinks is None:
+        return out
+    scores = torch.matmul(grouped, k[None].mT).to(torch.float32) * q.shape[-1] ** -0.5
+    share = (scores.logsumexp(-1).flatten() - sinks).sigmoid()
+    return (out * share[:, None]).to(out.dtype)
 
 
 def split(q: Tensor, k: Tensor, v: Tensor, kernel: Kernel, sinks: Tensor | None = None) -> Tensor:

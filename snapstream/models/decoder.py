@@ -30,20 +30,12 @@ from snapstream.models.latent import (
     local_heads,
     with_local_heads,
 )
-from snapstream.models.layers import (
-    AltUpLayer,
-    DenseLayer,
-    KVView,
-    LayerEnd,
-    MlpLayer,
-    Streams,
-    TokenInputs,
-    Vocabulary,
-)
+from snapstream.models.layers import DenseLayer, KVView, LayerEnd, MlpLayer, TokenInputs, Vocabulary
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.recurrent import RECURRENT_LAYERS, ParallelMambaLayer
 from snapstream.models.registry import FAMILIES, kv_spec_of
 from snapstream.models.rope import Rope
+from snapstream.models.streams import AltUpLayer, AltUpStreams, HyperLayer, HyperStreams, Streams
 from snapstream.models.weights import DecoderWeights, LayerWeights
 
 
@@ -144,7 +136,7 @@ class Decoder:
         self.kernels = with_reduced_scores(kernels, model_spec, shard_spec, self.group)
         if self.is_data_parallel:
             self.layers: list[Layer] = [
-                DataParallelLatentLayer(index, weights.config, weights.layer(index), self.kernels, self.group)
+                self._connected(DataParallelLatentLayer, index, weights.config, weights.layer(index))
                 for index in range(config.num_layers)
             ]
             self._prefill_layers = self._layers(
@@ -167,7 +159,9 @@ class Decoder:
             self._ends = [LayerEnd(config, own, weights.vectors, self.kernels) for own in layers]
         self._streams: Streams | None = None
         if config.altup is not None:
-            self._streams = Streams(weights.matrices, config.altup.num_streams, self.kernels)
+            self._streams = AltUpStreams(weights.matrices, config.altup.num_streams, self.kernels)
+        if config.hyper is not None:
+            self._streams = HyperStreams(config.hyper, weights.vectors, config.rms_norm_eps)
         self._vocabulary = Vocabulary(weights, config.vocab_size, self.kernels, self.group)
 
     def sinks(self, layer: int) -> Tensor | None:
@@ -204,7 +198,7 @@ class Decoder:
         """Whether ``Layer.finish`` gives a token the same bits in any batch. Never with experts or several residual
         streams: their router's product is not batch-invariant.
         """
-        has_router = self.config.moe is not None or self.config.altup is not None
+        has_router = self.config.moe is not None or self._streams is not None
         return not has_router and all(weight.is_batch_invariant for weight in self.weights.matrices.values())
 
     def kv_spec(self, kv_dtype: KVDType = "auto") -> KVSpec:
@@ -298,9 +292,12 @@ class Decoder:
         if self.config.mlp_layers is not None:
             for index in self.config.mlp_layers:
                 classes[index] = MlpLayer
-        return [
-            layer(index, self.shard, weights_of(index), self.kernels, self.group) for index, layer in enumerate(classes)
-        ]
+        return [self._connected(layer, index, self.shard, weights_of(index)) for index, layer in enumerate(classes)]
+
+    def _connected(self, made: Any, index: int, config: ModelConfig, weights: LayerWeights) -> Layer:
+        """A layer of class ``made``, between hyper-connections if the model has these."""
+        layer = made(index, config, weights, self.kernels, self.group)
+        return layer if config.hyper is None else HyperLayer(layer, config, weights)
 
 
 def added(residual: Tensor, output: Tensor | None) -> Tensor:

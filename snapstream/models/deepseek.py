@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V3 and V3.2, A.X K1 and Youtu-LLM: multi-head latent attention (arXiv 2405.04434) and shared experts.
-No torch.
+"""DeepSeek-V2, V3 and V3.2, A.X K1, Youtu-LLM and Hy V4: multi-head latent attention (arXiv 2405.04434) and shared
+experts. No torch.
 
 Three config.json fields have another meaning here: ``head_dim`` is the rotated part of a head,
 ``num_key_value_heads`` counts expanded heads although a row holds one latent for all, and YaRN's ``mscale_all_dim``
@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from snapstream.config.model import LatentConfig, LayerNorms, MoEConfig
-from snapstream.models.config_json import Settings, flag, parse_rope, rope_settings, whole_number
+from snapstream.config.model import HyperConnections, LatentConfig, LayerClamps, LayerNorms, MoEConfig, SwiGLUClamp
+from snapstream.models.config_json import Settings, flag, number, parse_rope, rope_settings, whole_number
 from snapstream.models.family import (
     Family,
     Recipe,
     num_dense,
+    num_layers,
     num_mtp_layers,
     read_experts,
     read_sigmoid_moe,
@@ -81,6 +83,30 @@ def with_indexer(defaults: Settings) -> Family:
         has_experts=True,
         skipped=(".indexer.",),
     )
+
+
+def swiglu_clamps(settings: Settings, *, has_mlps: bool) -> LayerClamps | None:
+    """``swiglu_limit`` of the experts, with ``has_mlps`` of MLPs and shared experts, too; None if it is not over 0."""
+    limit, count = number(settings, "swiglu_limit"), num_layers(settings)
+    clamp = SwiGLUClamp(limit, limit) if limit > 0 else None
+    return clamp and LayerClamps((clamp if has_mlps else None,) * count, (clamp,) * count)
+
+
+def hyper_connections(settings: Settings, iterations: int, **others: Any) -> HyperConnections:
+    """The settings that models with hyper-connections share; ``others``: further fields."""
+    eps = number(settings, "hc_eps", above=0.0)
+    return HyperConnections(num_streams=whole_number(settings, "hc_mult"), iterations=iterations, eps=eps, **others)
+
+
+def _hy_v4(settings: Settings) -> Recipe:
+    """DeepSeek-V3.2 with hyper-connections that do not mix, sinks, and gates of attention."""
+    most_added = number(settings, "hc_magnitude", above=0.0)
+    return {
+        **deepseek_v3({**settings, "rope_interleave": False}), "index_topk": whole_number(settings, "index_topk"),
+        "hyper": hyper_connections(settings, 0, most_added=most_added),
+        "clamps": swiglu_clamps(settings, has_mlps=False), "has_sinks": True,
+        "gate_dim": whole_number(settings, "v_head_dim"),
+    }  # fmt: skip
 
 
 def _axk1(settings: Settings) -> Recipe:
@@ -169,8 +195,27 @@ AXK1 = Family(
     has_experts=True,
     may_lack_corrections=True,
 )  # fmt: skip
+# Published files have the names on the left.
+_HYPER_NAMES = {
+    f".hc_{half}_layer.hc_{part}": f".{own}_hc.{part}"
+    for half, own in (("attn", "attn"), ("mlp", "ffn")) for part in ("fn", "base", "scale")
+}  # fmt: skip
+HY_V4 = replace(
+    with_indexer({
+        **V3_DEFAULTS, "bos_token_id": 120000, "eos_token_id": 120025, "first_k_dense_replace": 1, "hc_eps": 1e-6,
+        "hc_magnitude": 2.0, "hc_mult": 4, "moe_intermediate_size": 768, "n_group": 1, "qk_nope_head_dim": 192,
+        "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0, "topk_group": 1, "v_head_dim": 256,
+    }),
+    recipe=_hy_v4, may_fuse_experts=True,
+    aliases={
+        ".hc_pre.hc_": ".hc_", **_HYPER_NAMES, ".hc_head_": ".hc_", ".self_attn.gate_proj.": ".self_attn.g_proj.",
+        ".self_attn.linear_gate.": ".self_attn.g_proj.", ".linear_gate.": ".gate_proj.",
+        ".learnable_sink_param": ".sinks",
+    },
+)  # fmt: skip
 
 FAMILIES = {
+    "HYV4ForCausalLM": HY_V4,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "DeepseekV32ForCausalLM": DEEPSEEK_V32,

@@ -1,5 +1,6 @@
 """Kimi delta attention with latent attention: Kimi Linear (Moonshot AI, arXiv 2510.26692), whose latents are not
-rotated; Ling 3.0 (inclusionAI), whose heads of latent attention have gates. No torch.
+rotated; Ling 3.0 (inclusionAI), whose heads of latent attention have gates; GLM-5.3-Flash (Z.ai), with
+hyper-connections and an indexer, which is left out. No torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from dataclasses import replace
 from snapstream.config import ModelConfig
 from snapstream.config.recurrent import DeltaNet
 from snapstream.models.config_json import Settings, flag, number, whole_number
-from snapstream.models.deepseek import V3_DEFAULTS, deepseek_v3, deepseek_v3_refusals, latent_refusals
+from snapstream.models.deepseek import (
+    V3_DEFAULTS,
+    deepseek_v3,
+    deepseek_v3_refusals,
+    hyper_connections,
+    latent_refusals,
+    swiglu_clamps,
+)
 from snapstream.models.family import (
     ATTENTION,
     LINEAR,
@@ -71,11 +79,13 @@ def _delta_net(settings: Settings) -> DeltaNet:
 
 def _tensors(config: ModelConfig) -> TensorSpecs:
     names = ExpertNames(gate="w1", up="w3", down="w2")
-    return {**decoder_tensors(config, names), **_delta_tensors(config)}
+    return {**decoder_tensors(config, names), **_delta_tensors(config, is_flat=False)}
 
 
-def _delta_tensors(config: ModelConfig) -> TensorSpecs:
-    """``delta_in`` projects to queries, keys, values, and what decays and gates of outputs are made of."""
+def _delta_tensors(config: ModelConfig, *, is_flat: bool = True) -> TensorSpecs:
+    """``delta_in`` projects to queries, keys, values, and what decays and gates of outputs are made of. ``is_flat``:
+    rates of decay are stored as ``[H]``, not ``[1, 1, H, 1]``.
+    """
     net, hidden = config.recurrent, config.hidden_size
     if not isinstance(net, DeltaNet):
         return {}
@@ -83,7 +93,7 @@ def _delta_tensors(config: ModelConfig) -> TensorSpecs:
     cuts = {name: slice(at * size, (at + 1) * size) for at, name in enumerate("qkv")}
     names = ("f", "g") if net.has_full_gates else ("f_a", "g_a")
     low = dict(zip(names, (slice(3 * size, 3 * size + rank), slice(3 * size + rank, None)), strict=True))
-    decay = (heads,) if net.has_full_gates else (1, 1, heads, 1)
+    decay = (heads,) if is_flat else (1, 1, heads, 1)
     specs = {
         "delta_in": TensorSpec(
             shape=(net.projected, hidden),
@@ -131,6 +141,59 @@ def _ling(settings: Settings) -> Recipe:
     return {**recipe, "gate_dim": 1}
 
 
+def _glm_settings(settings: Settings) -> Settings:
+    """Layers by kind, of which every fourth is attention; both spellings of the sizes of the others."""
+    net, count = settings.get("linear_attn_config") or {}, num_layers(settings)
+    if not isinstance(net, dict):
+        raise ValueError(f"linear_attn_config is {net!r}; it must be an object of settings")
+    names = {**NETS, "gate_lower_bound": "linear_lower_bound"}
+    found = {**settings, **{own: net[name] for name, own in names.items() if name in net}}
+    if net.get("safe_gate", bool(net)) and found["linear_lower_bound"] is None:
+        found["linear_lower_bound"] = -5.0
+    kinds = found.get("layer_types") or [ATTENTION if layer % 4 == 3 else LINEAR for layer in range(count)]
+    unused = dict.fromkeys(("rope_scaling", "rope_parameters"))
+    found = filled(found, mlp_layer_types=["dense"] * min(3, count) + ["sparse"] * (count - 3))
+    return {**found, **unused, "layer_types": kinds, "rope_theta": 10000.0, "rope_interleave": False}
+
+
+def _glm(settings: Settings) -> Recipe:
+    recipe = deepseek_v3(settings)
+    floor = settings["linear_lower_bound"]
+    recipe |= {
+        "latent": replace(recipe["latent"], norm_eps=number(settings, "rms_norm_eps", above=0.0)),
+        "rotated_layers": (False,) * num_layers(settings), "index_topk": whole_number(settings, "index_topk"),
+        "hyper": hyper_connections(settings, whole_number(settings, "hc_sinkhorn_iters"), has_head=False),
+        "clamps": swiglu_clamps(settings, has_mlps=True),
+    }  # fmt: skip
+    recipe = with_recurrence(settings, recipe, _delta_net)
+    if isinstance(net := recipe.get("recurrent"), DeltaNet) and floor is not None:
+        recipe["recurrent"] = replace(net, decay_floor=number(settings, "linear_lower_bound", most=0.0))
+    return recipe
+
+
+def _glm_refusals(settings: Settings) -> list[str]:
+    known = {"qk_rope_head_dim": 0, "tie_word_embeddings": False}
+    reasons = [*deepseek_v3_refusals(settings), *other_values(settings, known)]
+    if whole_number(settings, "hc_sinkhorn_iters") < 1:
+        reasons.append("hc_sinkhorn_iters is 0; it must be >= 1")
+    return reasons
+
+
+GLM5_NEXT = Family(
+    defaults={
+        **DEFAULTS, "bos_token_id": None, "eos_token_id": None, "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+        "index_topk": 2048, "linear_lower_bound": -5.0, "linear_num_heads": 64, "moe_intermediate_size": 2048,
+        "n_routed_experts": 288, "num_experts_per_tok": 8, "q_lora_rank": 1536, "qk_nope_head_dim": 256,
+        "qk_rope_head_dim": 0, "routed_scaling_factor": 2.5, "swiglu_limit": 10.0, "v_head_dim": 256,
+    },
+    rewrite=_glm_settings, recipe=_glm, refusals=_glm_refusals,
+    tensors=lambda config: {**decoder_tensors(config), **_delta_tensors(config)},
+    other_layer_types=(LINEAR, "indexed_attention"), has_experts=True, is_text_part=True, skipped=(".indexer.",),
+    aliases={
+        ".self_attn.forget_gate.": ".self_attn.",
+        **{f".hc_{half}_{part}": f".{half}_hc.{part}" for half in ("attn", "ffn") for part in ("fn", "base", "scale")},
+    },
+)  # fmt: skip
 LING3 = Family(
     defaults={
         **DEFAULTS, "bos_token_id": None, "eos_token_id": 156895, "first_k_dense_replace": 2, "head_dim": 128,
@@ -154,4 +217,5 @@ KIMI_LINEAR = Family(
 FAMILIES = {
     "KimiLinearForCausalLM": KIMI_LINEAR,
     "BailingHybridForCausalLM": LING3,
+    "Glm5NextForConditionalGeneration": GLM5_NEXT,
 }

@@ -33,8 +33,7 @@ from snapstream.models.layers import KVView, mlp_of
 from snapstream.models.views import RowsView, StagingView
 from snapstream.models.weights import LayerWeights
 
-LATENT_EPS = 1e-6  # of both norms inside the attention, independent of rms_norm_eps
-_NO_NORM = HeadNorm(None, LATENT_EPS)
+_NO_NORM = HeadNorm(None, 1.0)
 
 
 class LatentHeads:
@@ -93,7 +92,9 @@ class LatentLayer:
         self._kv_a, self._kv_a_norm = weights.matrix("kv_a"), weights.vector("kv_a_norm")
         self._mlp = mlp_of(index, config, weights, kernels, group)
         self._heads = LatentHeads(config, config.latent, weights, kernels)
-        self._scales_queries, self._num_gates = config.length_scale is not None, config.num_heads * config.gate_dim
+        self._gates, self._gate_dim = weights.matrices.get("gates"), config.gate_dim
+        self._head_norm = HeadNorm(None, 1.0, weights.vector("sinks") if config.has_sinks_in(index) else None)
+        self._scales_queries = config.length_scale is not None
         self._is_rotated = config.rotated_layers is None or config.rotated_layers[index]
 
     def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
@@ -101,7 +102,17 @@ class LatentLayer:
         return self.attend_normed(self.norm(residual, pending), rope, view)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
-        return self.add(residual, self.group.all_reduce(self.project(attended)))
+        return self.run_mlp(residual, self.mixed(attended))
+
+    def mixed(self, attended: Tensor) -> Tensor:
+        """What attention adds to the residual stream, ``[T', D]``."""
+        return self.group.all_reduce(self.project(attended))
+
+    def run_mlp(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+        """Add ``pending`` to ``residual [T', D]``; what the MLP then adds."""
+        output = self.group.all_reduce(self._mlp.of_norm(SumNorm(residual, pending, self._post_norm, self._eps)))
+        own = self._mlp_out_norm
+        return output if own is None else self._kernels.rms_norm(output, own, self._eps)
 
     def norm(self, residual: Tensor, pending: Tensor | None) -> Tensor:
         """Add ``pending`` to ``residual [T, D]``; the input of the attention."""
@@ -109,49 +120,39 @@ class LatentLayer:
 
     def attend_normed(self, normed: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """Attention of ``normed [T, D]`` behind its view, ``[T', H, U]``."""
-        queries, latents, gates = self._project(normed, rope)
+        queries, latents = self._project(normed, rope)
         if isinstance(view, StagingView):
-            attended = view.attend_latents(self._index, queries, latents, self._heads)
+            attended = view.attend_latents(self._index, queries, latents, self._heads, self._head_norm.sinks)
         else:
             heads = torch.cat((self._heads.absorbed(queries), latents), 1)  # [T, H+1, E]
-            attended = self._heads.values(view.attend(self._index, heads, _NO_NORM, None))
-        if gates is None:
+            attended = self._heads.values(view.attend(self._index, heads, self._head_norm, None))
+        if self._gates is None:
             return attended
-        return attended * view.outputs(gates).sigmoid()[:, :, None]
+        gates = self._gates.multiply(view.outputs(normed), None, self._kernels)  # [T', H or H U]
+        return attended * gates.sigmoid().unflatten(1, (-1, self._gate_dim))
 
     def project(self, attended: Tensor) -> Tensor:
         """The output of this rank's heads, from ``[T', H, U]`` to ``[T', D]``."""
         return self._o.multiply(attended.flatten(1), None, self._kernels)
 
-    def add(self, residual: Tensor, projected: Tensor) -> Tensor:
-        """Add the attention's output to ``residual [T', D]``; the output of the MLP, yet to be added."""
-        output = self.group.all_reduce(self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps)))
-        own = self._mlp_out_norm
-        return output if own is None else self._kernels.rms_norm(output, own, self._eps)
-
-    def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers, and what
-        gates of heads are the sigmoid of, ``[T, H]``, if there are any.
-        """
+    def _project(self, normed: Tensor, rope: CosSin) -> tuple[Tensor, Tensor]:
+        """Queries ``[T, H, N_o + P]`` and latents ``[T, 1, R + P]``, both rotated in their last P numbers."""
         latent, kernels = self._latent, self._kernels
         scales = rope[0][1, ..., :1] if self._scales_queries else None  # [T, 1, 1]
         rope = rope if scales is None else (rope[0][0], rope[1][0])
         if self._q_a is not None and self._q_a_norm is not None:
-            reduced = kernels.rms_norm(self._q_a.multiply(normed, None, kernels), self._q_a_norm, LATENT_EPS)
+            reduced = kernels.rms_norm(self._q_a.multiply(normed, None, kernels), self._q_a_norm, latent.norm_eps)
         else:
             reduced = normed
-        projected, gates = self._q.multiply(reduced, None, kernels), None
-        if self._num_gates:
-            projected, gates = projected[:, : -self._num_gates], projected[:, -self._num_gates :]
-        queries = projected.unflatten(1, (-1, latent.query_dim))
+        queries = self._q.multiply(reduced, None, kernels).unflatten(1, (-1, latent.query_dim))
         kept = self._kv_a.multiply(normed, None, kernels)  # [T, R + P]
-        compressed = kernels.rms_norm(kept[:, : latent.kv_rank].contiguous(), self._kv_a_norm, LATENT_EPS)
+        compressed = kernels.rms_norm(kept[:, : latent.kv_rank].contiguous(), self._kv_a_norm, latent.norm_eps)
         unrotated = torch.cat((queries[..., latent.nope_dim :], kept[:, None, latent.kv_rank :]), 1)  # [T, H+1, P]
         rotated = kernels.norm_rope(unrotated, _NO_NORM, rope, 0) if self._is_rotated else unrotated
         queries = torch.cat((queries[..., : latent.nope_dim], rotated[:, :-1]), -1)
         if scales is not None:
             queries.mul_(scales)
-        return queries, torch.cat((compressed[:, None], rotated[:, -1:]), -1), gates
+        return queries, torch.cat((compressed[:, None], rotated[:, -1:]), -1)
 
 
 class DataParallelRowsView(RowsView):
@@ -175,9 +176,9 @@ class DataParallelLatentLayer(LatentLayer):
         attended = self.attend_normed(normed[view.shard.entries], rope, view)  # [b, H, U]
         return self.group.all_gather(self.project(attended), 0)[view.shard.order]
 
-    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def mixed(self, attended: Tensor) -> Tensor:
         """``attended [B, D]`` is the result of ``attend``."""
-        return self.add(residual, attended)
+        return attended
 
 
 def is_data_parallel(model: ModelConfig, stored: ModelConfig, group: Group) -> bool:
@@ -204,4 +205,6 @@ def local_heads(weights: LayerWeights, config: ModelConfig, group: Group) -> Lay
         "kv_b": weights.matrix("kv_b")[heads(latent.nope_dim + latent.value_dim)],
         "o": weights.matrix("o")[:, heads(latent.value_dim)],
     }
+    if config.gate_dim:
+        local["gates"] = weights.matrix("gates")[heads(config.gate_dim)]
     return LayerWeights({**weights.matrices, **local}, weights.vectors)

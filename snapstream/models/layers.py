@@ -502,19 +502,26 @@ class DenseLayer:
         if self._adds_products and self._post_norm is not None and self._mlp is not None:
             pending = self._o.add_product(residual, attended.flatten(1), self._o_bias, self._kernels)
             return self._mlp.add_of_norm(SumNorm(residual, pending, self._post_norm, self._eps))
-        projected = self._projected(attended)
         if self._is_parallel:
             assert self._input_norm is not None and self._mlp is not None
             output = self._mlp.of_norm(SumNorm(residual, None, self._input_norm, self._eps))
-            return self._ended(self._group.all_reduce(projected.add_(output)), None, self._mlp_multiplier)
-        reduced = self._group.all_reduce(projected)
-        projected = self._ended(reduced, self._attention_out_norm, self._attention_multiplier)
-        if self._mlp is None:
-            return projected
+            reduced = self._group.all_reduce(self._projected(attended).add_(output))
+            return self._ended(reduced, None, self._mlp_multiplier)
+        mixed = self.mixed(attended)
+        return mixed if self._mlp is None else self.run_mlp(residual, mixed)
+
+    def mixed(self, attended: Tensor) -> Tensor:
+        """What the part that mixes tokens adds to the residual stream, ``[T', D]``."""
+        reduced = self._group.all_reduce(self._projected(attended))
+        return self._ended(reduced, self._attention_out_norm, self._attention_multiplier)
+
+    def run_mlp(self, residual: Tensor, pending: Tensor | None) -> Tensor:
+        """Add ``pending`` to ``residual [T', D]``; what the MLP then adds."""
+        assert self._mlp is not None
         if self._post_norm is None:
-            output = self._mlp(residual.add_(projected))
+            output = self._mlp(residual if pending is None else residual.add_(pending))
         else:
-            output = self._mlp.of_norm(SumNorm(residual, projected, self._post_norm, self._eps))
+            output = self._mlp.of_norm(SumNorm(residual, pending, self._post_norm, self._eps))
         return self._ended(self._group.all_reduce(output), self._mlp_out_norm, self._mlp_multiplier)
 
     def _projected(self, attended: Tensor) -> Tensor:
@@ -526,85 +533,6 @@ class DenseLayer:
         output = output if norm is None else self._kernels.rms_norm(output, norm, self._out_eps)
         output = output.sub_(output.mean(-1, keepdim=True)) if self._is_centered else output
         return output if multiplier == 1.0 else output.mul_(multiplier)
-
-
-class AltUpLayer(DenseLayer):
-    """A layer over S residual streams ``[T, SD]`` side by side (AltUp, arXiv 2301.13310, algorithm 1).
-
-    All are predicted from all, attention and MLP run on the first, and all are corrected by how that differs from its
-    prediction. A low-rank branch reads the input of attention (LAuReL, arXiv 2411.07501). Coefficients are
-    products of ``tanh(router(norm(x)) / D)``.
-    """
-
-    def __init__(self, index: int, config: ModelConfig, weights: LayerWeights, kernels: Kernels, group: Group) -> None:
-        super().__init__(index, config, weights, kernels, group)
-        assert config.altup is not None
-        self._num_streams = config.altup.num_streams
-        self._attention_multiplier = math.sqrt(0.5)
-        if config.altup.sparsities[index]:
-            own = weights.matrix("gate_up"), weights.matrix("down")
-            self._mlp = SparseGLU(*own, config.altup.deviations(index), kernels)
-        self._router = stream_router(weights)
-        self._prediction, self._correction = weights.vector("stream_prediction"), weights.vector("stream_correction")
-        self._left, self._right = weights.matrix("laurel_in"), weights.matrix("laurel_out")
-        self._laurel_norm = weights.vector("laurel_norm")
-
-    def attend(self, residual: Tensor, pending: Tensor | None, rope: CosSin, view: KVView) -> Tensor:
-        streams = residual.unflatten(1, (self._num_streams, -1))
-        mixed = F.linear(self._modalities(streams[:, 0]), self._prediction).unflatten(1, (-1, self._num_streams))
-        streams.add_(torch.bmm(mixed.to(streams.dtype), streams))
-        return super().attend(streams[:, 0].contiguous(), None, rope, view)
-
-    def finish(self, residual: Tensor, attended: Tensor) -> None:
-        streams = residual.unflatten(1, (self._num_streams, -1))
-        predicted = streams[:, 0].contiguous()
-        assert self._input_norm is not None
-        normed = self._kernels.rms_norm(predicted, self._input_norm, self._eps)
-        low = self._right.multiply(self._left.multiply(normed, None, self._kernels), None, self._kernels)
-        x = normed.add_(self._kernels.rms_norm(low, self._laurel_norm, self._eps)).add_(predicted).mul_(math.sqrt(0.5))
-        output = super().finish(x, attended)
-        assert output is not None
-        x.add_(output)
-        shares = F.linear(self._modalities(x), self._correction).add_(1.0).to(x.dtype)  # [T, S]
-        streams.addcmul_(shares[:, :, None], x.sub_(predicted)[:, None])
-
-    def _modalities(self, x: Tensor) -> Tensor:
-        """What coefficients are products of, ``[T, S]`` fp32."""
-        x = x.to(torch.float32)
-        return F.linear(x, self._router).mul_((x.square().mean(-1, keepdim=True) + self._eps).rsqrt()).tanh_()
-
-
-def stream_router(weights: LayerWeights) -> Tensor:
-    """The router of residual streams with the weight of its norm and 1 / D, ``[S, D]`` fp32."""
-    norm = weights.vector("stream_router_norm").to(torch.float32)
-    return weights.vector("stream_router") * (norm / len(norm))
-
-
-class Streams:
-    """The ends of several residual streams: projections of the embedding, and of each stream to their mean, as large
-    as the first stream's numbers (root mean square).
-    """
-
-    def __init__(self, matrices: Mapping[str, Matrix], count: int, kernels: Kernels) -> None:
-        self._in, self._kernels = matrices["streams_in"], kernels
-        self._outs = [matrices[f"streams_out.{i}"] for i in range(count - 1)]
-
-    def split(self, embedded: Tensor) -> Tensor:
-        """``embedded [T, D]`` to the streams ``[T, SD]`` that enter layer 0."""
-        others = self._in.multiply(embedded, None, self._kernels).unflatten(1, (-1, embedded.shape[1]))
-        return torch.cat((embedded[:, None], self._sized(others, embedded[:, None])), 1).flatten(1)
-
-    def merged(self, residual: Tensor) -> Tensor:
-        """The streams ``[T, SD]`` behind the last layer to ``[T, D]``."""
-        first, *others = residual.chunk(len(self._outs) + 1, 1)
-        pairs = zip(self._outs, others, strict=True)
-        found = [self._sized(own.multiply(x.contiguous(), None, self._kernels), first) for own, x in pairs]
-        return torch.stack((first, *found)).mean(0)
-
-    @staticmethod
-    def _sized(x: Tensor, like: Tensor) -> Tensor:
-        size, wanted = (own.to(torch.float32).square().mean(-1, keepdim=True) for own in (x, like))
-        return x * (wanted.sqrt() / size.clamp(min=1e-5).sqrt()).to(x.dtype)
 
 
 class MlpLayer(DenseLayer):

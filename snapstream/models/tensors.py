@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from snapstream.config import DType, ModelConfig, StoredWeights, WeightFormat
-from snapstream.config.model import AltUp, LatentConfig
+from snapstream.config.model import AltUp, HyperConnections, LatentConfig
 from snapstream.config.weights import FP8_BLOCK
 
 # Of checkpoints whose model is a text part: prefixes of its tensors with what takes their place, and of the others.
@@ -523,9 +523,6 @@ def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> Tenso
         return TensorSpec(shape=(rows, columns), parts={part: ()}, row_order=order, shard_dim=shard_dim)
 
     queries = matrix(q_rows, latent.q_rank or hidden, q_name, head_rows=latent.query_dim, shard_dim=0)
-    if config.gate_dim:  # of heads, after their queries
-        parts = {f"self_attn.{q_name}.weight": (slice(q_rows),), "self_attn.g_proj.weight": (slice(q_rows, None),)}
-        queries = replace(queries, shape=(q_rows + num_heads, hidden), parts=parts)
     specs = {
         "q": queries,
         "kv_a": matrix(latent.latent_dim, hidden, "kv_a_proj_with_mqa", head_rows=latent.latent_dim),
@@ -539,6 +536,10 @@ def latent_attention_tensors(config: ModelConfig, latent: LatentConfig) -> Tenso
     if latent.q_rank is not None:
         specs["q_a"] = matrix(latent.q_rank, hidden, "q_a_proj")
         specs["q_a_norm"] = vector(latent.q_rank, "self_attn.q_a_layernorm.weight")
+    if config.gate_dim:
+        specs["gates"] = matrix(num_heads * config.gate_dim, hidden, "g_proj", shard_dim=0)
+    if config.has_sinks:
+        specs["sinks"] = in_fp32("self_attn.sinks", num_heads, shard_dim=0)
     return specs
 
 
@@ -599,6 +600,22 @@ def stream_tensors(config: ModelConfig, altup: AltUp) -> TensorSpecs:
     }  # fmt: skip
 
 
+def connection_tensors(config: ModelConfig, hyper: HyperConnections) -> TensorSpecs:
+    """What decides how layers read and add to residual streams (``streams.Connection``)."""
+    count, width, specs = hyper.num_shares, config.stream_size, {}
+    scales = 3 if hyper.iterations else 2
+    for half, name in (("attention", "attn"), ("mlp", "ffn")):
+        specs[f"hyper_{half}_weights"] = in_fp32(f"{name}_hc.fn", count, width)
+        specs[f"hyper_{half}_base"] = in_fp32(f"{name}_hc.base", count)
+        specs[f"hyper_{half}_scale"] = in_fp32(f"{name}_hc.scale", scales)
+    if hyper.has_head:
+        sizes = {"weights": ("fn", (hyper.num_streams, width)), "base": ("base", (hyper.num_streams,)),
+                 "scale": ("scale", (1,))}  # fmt: skip
+        for part, (name, shape) in sizes.items():
+            specs[f"hyper_head_{part}"] = in_fp32(f"model.hc_head.hc_{name}", *shape, per_layer=False)
+    return specs
+
+
 def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> TensorSpecs:
     latent = config.latent
     attention = attention_tensors(config) if latent is None else latent_attention_tensors(config, latent)
@@ -607,6 +624,8 @@ def decoder_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Te
     specs = {**outer_tensors(config), **attention, **mlp_tensors(config), **per_layer_tensors(config)}
     if config.altup is not None:
         specs |= stream_tensors(config, config.altup)
+    if config.hyper is not None:
+        specs |= connection_tensors(config, config.hyper)
     return specs if config.moe is None else {**specs, **expert_tensors(config, names)}
 
 

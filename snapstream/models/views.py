@@ -216,7 +216,9 @@ class StagingView:
             return torch.cat(parts) if parts else q[:0]
         return self._attend_all(q, tokens, (norm.sinks, norm.cap), window, span)
 
-    def attend_latents(self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads) -> Tensor:
+    def attend_latents(
+        self, layer: int, queries: Tensor, latents: Tensor, heads: LatentHeads, sinks: Tensor | None
+    ) -> Tensor:
         """Stage and expand the chunk's latents, then attend as above: ``queries [T, H, N_o + P]`` and ``latents
         [T, 1, E]``, both rotated, to ``[T', H, U]``.
 
@@ -226,13 +228,14 @@ class StagingView:
         self._stage(layer, latents, latents)
         if self._chunk.outputs is not None:
             parts = [
-                one_query_attention(heads.absorbed(queries[place]), *self._buffers.tokens(layer, *staged))
+                one_query_attention(heads.absorbed(queries[place]), *self._buffers.tokens(layer, *staged), sinks)
                 for place, staged in self._last_tokens(self._chunk.outputs)
             ]
             return heads.values(torch.cat(parts)) if parts else queries[:0, :, : heads.value_dim]
         for segment in self._chunk.segments:
             self._expand(layer, segment, heads)
-        return self._attend_all(heads.expanded(queries), partial(self._expanded, heads))[..., : heads.value_dim]
+        expanded = partial(self._expanded, heads)
+        return self._attend_all(heads.expanded(queries), expanded, (sinks, None))[..., : heads.value_dim]
 
     def _expanded(self, heads: LatentHeads, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Expanded keys and values of staged tokens; values keep their zero padding if the kernel needs it."""

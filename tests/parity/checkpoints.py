@@ -787,6 +787,39 @@ ARCHITECTURES |= {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "hy-v4": (  # hyper-connections that do not mix, gates of numbers, sinks; three streams
+        "HYV4Config",
+        {
+            **LATENTS,
+            **EXPERTS,
+            "q_lora_rank": 20,
+            "hc_mult": 3,
+            "swiglu_limit": 0.5,
+            "index_topk": 256,
+            "index_head_dim": 24,
+            "index_n_heads": 3,
+        },
+    ),
+    "glm-5.3-flash": (  # hyper-connections that mix, latents without a rotated part
+        "Glm5NextTextConfig",
+        {
+            **{name: value for name, value in KDA.items() if name != "num_local_experts"},
+            "num_hidden_layers": 5,
+            "layer_types": ["linear_attention", "indexed_attention"] * 2 + ["linear_attention"],
+            "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 3,
+            "q_lora_rank": 20,
+            "qk_rope_head_dim": 0,
+            "n_routed_experts": 8,
+            "n_group": 1,
+            "topk_group": 1,
+            "hc_sinkhorn_iters": 5,
+            "swiglu_limit": 0.5,
+            "index_topk": 256,
+            "index_head_dim": 24,
+            "index_n_heads": 3,
+            "indexer_types": ["full"] * 5,
+        },
+    ),
     "youtu": ("YoutuConfig", {**LATENTS, "q_lora_rank": 20}),
     "deepseek-v3-dense": ("DeepseekV3Config", {**LATENTS, "q_lora_rank": 20, "first_k_dense_replace": 3}),
     "deepseek-v3-halves": (
@@ -811,6 +844,7 @@ HYBRIDS = (
     "nemotron",
     "kimi-linear",
     "ling3",
+    "glm-5.3",
     "falcon",
     "olmo-hybrid",
     "bamba",
@@ -843,6 +877,8 @@ TOWERS: dict[str, tuple[str, str, dict[str, int], dict[str, int]]] = {
                               {**_TOWER, "image_size": 28}, {"projector_hidden_size": 48}),
     "Step3p7TextConfig": ("Step3p7Config", "Step3p7ForConditionalGeneration",
                           {"width": 8, "layers": 1, "heads": 1, "image_size": 28}, {}),
+    "Glm5NextTextConfig": ("Glm5NextConfig", "Glm5NextForConditionalGeneration",
+                           {**_TOWER, "depth": 1, "num_heads": 1, "out_hidden_size": 32, "image_size": 28}, {}),
 }  # fmt: skip
 
 
@@ -879,6 +915,9 @@ def randomise_corrections(model: Any) -> None:
     for key, value in (*model.named_buffers(), *model.named_parameters()):
         if key.endswith(("query_layernorm.weight", "key_layernorm.weight")):  # of one sign, see turned_scale
             value.detach().abs_()
+        if key.endswith(("hc.fn", "hc_fn", "hc.base", "hc_base")):  # of hyper-connections
+            with torch.no_grad():
+                value.copy_((0.1 if key.endswith("fn") else 0.5) * torch.randn_like(value))
         if key.endswith("modality_router.weight"):  # whose products are divided by D
             with torch.no_grad():
                 value.mul_(5.0)
@@ -886,7 +925,9 @@ def randomise_corrections(model: Any) -> None:
             numbers = {"alpha_p": -0.5, "alpha_n": 0.5, "beta": 0.6, "eps": -0.4}  # published: beta 0.5, eps -1e-6
             with torch.no_grad():
                 value.copy_(numbers[key.rpartition(".")[2]] + 0.3 * torch.rand_like(value))
-        if key.endswith(("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale")):
+        if key.endswith(
+            ("layer_scalar", "router.scale", "per_expert_scale", "correct_output_scale", "hc.scale", "hc_scale")
+        ):
             with torch.no_grad():
                 value.copy_(1.0 + 0.3 * torch.rand_like(value))
     for key, buffer in model.named_buffers():

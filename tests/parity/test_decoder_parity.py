@@ -82,7 +82,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 PROMPT, DECODED = 150, 6  # beyond every original window above (32 and 64), so that stretching acts
 TOLERANCE = 1e-4  # on logits of order 1
 # Rounding grows in gated DeltaNet: transformers' own prefill and decode of these differ by up to 2e-3.
-OWN_CACHES = {*RECURRENT, "deepseek-v3.2", "glm-5", "minimax-m3"}  # caches of other kinds than keys and values alone
+OWN_CACHES = {
+    *RECURRENT,
+    "deepseek-v3.2",
+    "glm-5",
+    "hy-v4",
+    "minimax-m3",
+}  # caches of other kinds than keys and values alone
 TOLERANCES = dict.fromkeys(("olmo-hybrid", "qwen3-next", "qwen3.5", "qwen3.5-moe", "Qwen3_5"), 5e-3)
 TOLERANCES["gemma"] = 2e-3  # transformers' own logits in fp32 and fp64 differ by 7e-4
 TOLERANCES["ling3"] = 5e-4  # the same by 2e-4

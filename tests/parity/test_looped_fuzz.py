@@ -122,6 +122,10 @@ def draw_model(random: Random, architecture: str, group: int) -> ModelConfig:
             del found["topk_method"]
         elif architecture.startswith("Bailing"):
             found["q_lora_rank"] = None
+        if architecture.startswith(("HYV4", "Glm5Next")):
+            found |= {"q_lora_rank": size.inputs(100), **draw_hyper(random, size)}
+            if architecture.startswith("Glm5Next"):
+                found["qk_rope_head_dim"], rope = 0, None
     else:
         rotated = 4 if rope and rope["rope_type"] == "dynamic" else 2  # elements of a head at least
         found["head_dim"] = size.inputs(160, times=heads, multiple=max(4, int(rotated / part)))
@@ -264,6 +268,16 @@ def draw_recurrent(random: Random, size: Sizes, kind: str, layers: int) -> dict[
     }  # fmt: skip
 
 
+def draw_hyper(random: Random, size: Sizes) -> dict[str, Any]:
+    """Hyper-connections, and the parts of latent attention that their models have."""
+    return {
+        "hc_mult": size.any(2, 6), "hc_eps": random.choice([1e-6, 0.1]), "hc_magnitude": random.choice([2.0, 0.7]),
+        "hc_sinkhorn_iters": random.choice([1, 2, 20]), "swiglu_limit": random.choice([0.3, 5.0]),
+        "linear_num_heads": (heads := size.any(1, 4)), "linear_head_dim": size.inputs(140, times=heads),
+        "linear_lower_bound": random.choice([None, -5.0]), "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
 def draw_lfm3(random: Random, drawn: dict[str, Any]) -> dict[str, Any]:
     """Some layers of attention with windows, gates without biases beside them."""
     kinds = [random.choice([kind, "sliding_attention"]) for kind in drawn["layer_types"]]
@@ -351,7 +365,18 @@ def draw_experts(random: Random, size: Sizes, architecture: str, layers: int) ->
         random.choice([1, 1, 2, 4])
         if any(
             name in architecture
-            for name in ("Bailing", "Deepseek", "Glm4", "Nemotron", "Kimi", "ExaoneMoe", "Solar", "AXK1")
+            for name in (
+                "Bailing",
+                "Deepseek",
+                "Glm4",
+                "Glm5",
+                "HYV4",
+                "Nemotron",
+                "Kimi",
+                "ExaoneMoe",
+                "Solar",
+                "AXK1",
+            )
         )
         else 1
     )

@@ -1494,14 +1494,14 @@ OTHER_VALUES: dict[str, Any] = {
 }  # fmt: skip
 TEXT_CONFIGS = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 TEXT_NAMES = ("Llama4", "Qwen3_5", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Gemma4Unified", "Gemma3n", "MuseGlimmer",
-              "Glm4v", "MiniMaxM3VL", "Step3p7")  # fmt: skip
+              "Glm4v", "Glm5Next", "MiniMaxM3VL", "Step3p7")  # fmt: skip
 WINDOW_NAMES = ("Exaone4ForCausalLM", "Gemma2ForCausalLM", "Cohere2ForCausalLM", *TEXT_CONFIGS, "Olmo3ForCausalLM",
                 "Exaone4_5_ForConditionalGeneration", "ExaoneMoeForCausalLM", "Kolibri1ForCausalLM",
                 "Cohere2MoeForCausalLM", "FlintForCausalLM", "AfmoeForCausalLM", "VaultGemmaForCausalLM")  # fmt: skip
 LATENT_NAMES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "YoutuForCausalLM",
                 "Mistral4ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "AXK1ForCausalLM",
                 "KimiLinearForCausalLM", "BailingHybridForCausalLM", "KimiK25ForConditionalGeneration",
-                "Kimi_K25ForConditionalGeneration")  # fmt: skip
+                "Kimi_K25ForConditionalGeneration", "HYV4ForCausalLM", "Glm5NextForConditionalGeneration")  # fmt: skip
 
 
 BIASED = {"Starcoder2ForCausalLM": "gelu_pytorch_tanh", "StableLmForCausalLM": "silu", "PhiForCausalLM": "gelu_new",
@@ -1574,6 +1574,13 @@ def other_values(architecture: str) -> dict[str, Any]:
             "n_shared_experts": 4,
             "layer_types": ["full_attention", *["linear_attention"] * (settings["num_hidden_layers"] - 1)],
         }
+    if architecture.startswith(("HYV4", "Glm5Next")):
+        settings |= {"hc_mult": 3, "hc_magnitude": 1.5, "hc_eps": 0.01, "hc_sinkhorn_iters": 7, "swiglu_limit": 5.0,
+                     "index_topk": 512}  # fmt: skip
+    if architecture.startswith("Glm5Next"):
+        settings |= {"linear_head_dim": 24, "linear_num_heads": 6, "linear_lower_bound": -3.0, "qk_rope_head_dim": 0,
+                     "tie_word_embeddings": False, "num_attention_heads": 64, "num_key_value_heads": 64,
+                     "layer_types": ["full_attention", *["linear_attention"] * 4]}  # fmt: skip
     if architecture == "NemotronHForCausalLM":
         settings |= {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "n_groups": 4,
                      "layers_block_type": ["moe", "mamba", "mlp", "attention", "linear_attention"],

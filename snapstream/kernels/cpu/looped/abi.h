@@ -35,6 +35,10 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     const float* scales;    // of FP8 (products.h)
 };
 
+struct Connection {  // of a part of a layer to S residual streams (streams.h): [C, S D], [C], [2 or 3]; of the head [1]
+    const float *weights, *base, *scale;
+};
+
 struct LayerParts {  // of one layer: its own matrices, and what layers may differ in
     Stack qkv, o, gate_up, down;                                // rows 0: it has none
     Stack qkv_rest;  // rows after those of qkv, in another format; rows 0: none
@@ -43,6 +47,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     Stack latent_in, latent_out;  // [Z, D], [D, Z]: around the experts, which then have Z in the place of D; rows 0: none
     Stack recurrent_in, recurrent_out;  // to b | c | x, or to q | k | v | z; of what the layer makes
     Stack q_a, q, kv_a;                 // of latents; q_a where q_rank is not 0
+    Stack gates;  // of latents [H or H U, D]: a sigmoid of these multiplies what is attended; rows 0: none
     const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // [out], or null
     const float *numbers, *experts_numbers;                     // [4], of activations (Gated in simd.h), or null
     const float *q_norm, *k_norm;                               // [E], whole [H E] and [G E], or null
@@ -62,6 +67,7 @@ struct LayerParts {  // of one layer: its own matrices, and what layers may diff
     // [S, D], times its norm and 1 / D; coefficients [S S, S] and [S, S]; [D], of what the embedding above is gated by.
     Stack laurel_in, laurel_out;
     const float *laurel_norm, *stream_router, *stream_prediction, *stream_correction, *stream_scale;
+    Connection before_attention, before_mlp;  // of models with hyper-connections
     float deviations;  // gates lose their mean and so many deviations, and are 0 below; -infinity: they lose nothing
 };
 
@@ -87,6 +93,7 @@ struct Latent {  // attention over latents; rank 0: none (latent.h)
     const float *q_a_norm, *c_norm;  // [L, Q], [L, R]
     const float* up;                 // [L, H, N + U, R]: what expands c to the key and the value of each head
     int64_t q_rank, rank, nope_dim, rope_dim, value_dim;
+    float eps;     // of both norms
     float factor;  // of the queries: what turns 1 / sqrt(R + P) into the model's scale of the softmax
 };
 
@@ -109,6 +116,13 @@ struct Recurrent {  // layers with a state in the place of keys and values (recu
     float out_multiplier;    // of what out gives, in layers that have attention too
     float decay_floor;       // of KDA: decays are e to this times a sigmoid; 0: not
     float most_beta, eps;    // of gated DeltaNet: what a sigmoid is times; of the norms of outputs
+};
+
+struct Hyper {  // hyper-connections (streams.h); streams 0: none
+    Connection head;  // read behind the last layer; weights null: the mean of the streams is
+    // S and C, the numbers that a token decides: 2 S, and if streams are mixed, in so many iterations, S S more.
+    int64_t streams, shares, iterations;
+    float most_added, eps;
 };
 
 struct Ranks {  // processes of one machine that compute every step together, each with a share of the model (threads.h)
@@ -139,7 +153,8 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     Stack streams_in;
     const Stack* streams_out;
     int64_t activation;                                         // of MLPs and experts
-    int64_t gate_dim;  // qkv begins with gates [H, 1 or E], whose sigmoid multiplies the output of attention; 0: not
+    // qkv begins with gates [H, 1 or E], whose sigmoid multiplies the output of attention; of latents see LayerParts; 0: not
+    int64_t gate_dim;
     int64_t has_softplus_gates;  // in its place log(1 + e^x)
     const float* window_frequencies;                            // [window_rotated / 2], of layers with windows; or null
     int64_t window_rotated, window_head_dim, full_head_dim;     // full: of the other layers
@@ -167,6 +182,7 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     Mixture mixture;
     Latent latent;
     Recurrent recurrent;
+    Hyper hyper;
 };
 
 struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]

@@ -78,15 +78,16 @@ struct MixtureBuffers {  // of a batch of B; a pair is a token and one of its ex
 };
 
 struct LatentBuffers {  // of a batch of B
-    // [B, Q]; [B, H (N + U)]; [B, R + P]; absorbed [B, H, R + P]; [B, H, R]
-    float *narrow, *wide, *kept, *queries, *mixed;
+    // [B, Q]; [B, H (N + P)]; of gates [B, H or H U]; [B, R + P]; absorbed [B, H, R + P]; [B, H, R]
+    float *narrow, *wide, *gates, *kept, *queries, *mixed;
     std::unique_ptr<std::atomic<int>[]> parts_left;  // [B, H]: the last to finish a tile of heads merges
 
     LatentBuffers(const Model& model, int64_t batch, Cut& cut) {
         const Latent& m = model.latent;
         if (!m.rank) return;
         narrow = cut(batch * m.q_rank);
-        wide = cut(batch * model.heads * (m.nope_dim + m.rope_dim + model.gate_dim));
+        wide = cut(batch * model.heads * (m.nope_dim + m.rope_dim));
+        gates = cut(batch * model.heads * model.gate_dim);
         kept = cut(batch * (m.rank + m.rope_dim));
         queries = cut(batch * model.heads * (m.rank + m.rope_dim));
         mixed = cut(batch * model.heads * m.rank);
@@ -107,9 +108,10 @@ struct StepBuffers {
     //   odd; outputs [B, D]: outputs of a layer's parts that are not added to the residual at once
     //   embedded: packed token embeddings that layers project; beside [B, D]: output of an MLP next to experts, or of a
     //   low-rank branch parallel to attention, whose inner numbers are low [B, R]
-    //   first_stream [B, D], streams [B, S - 1, D]: the S residual streams
+    //   first_stream [B, D], streams [B, S - 1, D]: the S residual streams of AltUp; of hyper-connections streams [B, S, D],
+    //   seen [B, C]: what shares are made of, and shares [B, S + S S]: what is added, and how streams are mixed
     float *residual, *heads, *mixed, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
-        *outputs, *embedded, *beside, *low, *first_stream, *streams, *drafts;  // drafts: of recurrent layers (recurrent.h)
+        *outputs, *embedded, *beside, *low, *first_stream, *streams, *seen, *shares, *drafts;  // drafts: of recurrent layers (recurrent.h)
     std::vector<float*> scratch;  // of each thread
 
     StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);

@@ -391,7 +391,7 @@ inline void add_panel(Work& w, int64_t layer, int64_t b, int64_t first, float* t
     for (int i = 0; i < PANEL && w.moe.shared_inner; ++i) total[i] += shared[i] * w.moe.shared_scale;
     for (int64_t i = 0; i < rows; ++i) total[i] *= w.model.residual_multiplier;
     const bool is_alone = w.ranks.is_alone();
-    if (is_alone && !w.model.parts[layer].mlp_out_norm && !is_beside_mlp(w.model))
+    if (is_alone && !w.model.parts[layer].mlp_out_norm && !is_beside_mlp(w.model) && !w.model.hyper.streams)
         for (int64_t i = 0; i < rows; ++i) w.engine.residual[at + i] += total[i];
     else
         std::copy(total, total + rows,

@@ -10,7 +10,6 @@
 
 namespace looped {
 
-constexpr float LATENT_EPS = 1e-6f;       // of both norms, whatever rms_norm_eps says
 // of a row, a multiple of W: they stay in a near cache for all heads of a tile
 constexpr int64_t LATENTS_AT_ONCE = 32;
 constexpr int64_t ABSORBED_COLUMNS = 64;  // of a task, a multiple of W
@@ -42,11 +41,38 @@ inline float scale_of(Work& w, int64_t layer, int64_t row) {  // of a row
     return w.rows.key_scales ? reinterpret_cast<const float*>(w.rows.key_scales[layer])[row] : 1.0f;
 }
 
+// Latents, and the gates of what is attended, if there are any: to `kept` and `gates`.
+inline void project_latents(Work& w, int64_t layer) {
+    const LayerParts& own = w.model.parts[layer];
+    const int64_t rows = own.gates.rows;
+    const bool is_shared = rows && shares_input(own.kv_a, own.gates);
+    product(w, own.kv_a, nullptr, [&](int64_t first, int64_t count, const float* sums) {
+        const bool is_gate = first >= own.kv_a.rows;
+        float* to = is_gate ? w.absorbed.gates + first - own.kv_a.rows : w.absorbed.kept + first;
+        for (int64_t b = 0; b < w.step.batch; ++b)
+            std::memcpy(to + b * (is_gate ? rows : own.kv_a.rows), sums + b * PANEL, count * 4);
+    }, is_shared ? &own.gates : nullptr);
+    if (!rows || is_shared) return;
+    w.end_part();
+    float* packed = w.engine.packed + 2 * rest_of_input(w, own.kv_a);  // behind what queries are made of
+    w.share(w.step.batch, 1, [&](int64_t b) {
+        const float* x = w.engine.residual + b * w.model.hidden;
+        float made[PIECE];
+        for (int64_t first = 0; first < w.model.hidden; first += PIECE) {
+            const int64_t count = std::min(PIECE, w.model.hidden - first);
+            for (int64_t i = 0; i < count; ++i) made[i] = x[first + i] * w.engine.factors[b] * own.input_norm[first + i];
+            put_input(own.gates, packed, Place(w.tokens, b), made, first, count);
+        }
+    });
+    w.end_part();
+    project(w, own.gates, nullptr, w.absorbed.gates, packed);
+}
+
 inline void norm_narrow(Work& w, int64_t layer) {
     w.share(w.step.batch, 1, [&](int64_t b) {
         float* x = w.absorbed.narrow + b * w.latent.q_rank;
         const float* weight = w.latent.q_a_norm + place_of(w, layer) * w.latent.q_rank;
-        const float factor = norm_factor(x, w.latent.q_rank, LATENT_EPS);
+        const float factor = norm_factor(x, w.latent.q_rank, w.latent.eps);
         for (int64_t i = 0; i < w.latent.q_rank; ++i) x[i] = x[i] * factor * weight[i];
         put_input(w.model.parts[layer].q, w.engine.packed, Place(w.tokens, b), x, 0, w.latent.q_rank);
     });
@@ -75,7 +101,7 @@ inline void absorb_block(Work& w, int64_t layer, int64_t head, int64_t block) {
 
 inline void store_latent(Work& w, int64_t layer, int64_t b) {
     const float *kept = w.absorbed.kept + b * latent_size(w), *weight = w.latent.c_norm + place_of(w, layer) * w.latent.rank;
-    const float factor = norm_factor(kept, w.latent.rank, LATENT_EPS);
+    const float factor = norm_factor(kept, w.latent.rank, w.latent.eps);
     const RowForm form{w.rows.key_format};
     for (int64_t i = 0; i < w.latent.rank; ++i) w.scratch[i] = kept[i] * factor * weight[i];
     rotate_halves(w, layer, kept + w.latent.rank, b, w.scratch + w.latent.rank);
@@ -167,7 +193,9 @@ inline void attend_tile(Work& w, int64_t layer, int64_t b, int64_t first_head, i
         const int64_t from = place(head, 0);
         const Part found{w.engine.part_peaks + from, w.engine.part_totals + from,
                          w.engine.part_mixed + from * w.latent.rank};
-        merge_parts(found, parts, 1, w.latent.rank, scale, nullptr,
+        const float* sinks = w.model.sinks;
+        if (sinks) sinks += place_of(w, layer) * w.model.heads + first_head + head;
+        merge_parts(found, parts, 1, w.latent.rank, scale, sinks,
                     w.absorbed.mixed + (b * w.model.heads + first_head + head) * w.latent.rank);
     }
 }
@@ -188,7 +216,7 @@ inline void attend_latents(Work& w, int64_t layer) {
 inline void expand_values(Work& w, int64_t layer) {
     const Stack& next = w.model.parts[layer].o;
     const int64_t blocks = (w.latent.value_dim + W - 1) / W, cols = w.model.heads * w.latent.value_dim;
-    const int64_t queries = w.model.parts[layer].q.rows;
+    const int64_t of_head = w.model.gate_dim;
     w.share(w.model.heads * blocks, 1, [&](int64_t task) {
         const int64_t head = task / blocks, first = task % blocks * W;
         const int64_t count = std::min<int64_t>(W, w.latent.value_dim - first);
@@ -200,13 +228,12 @@ inline void expand_values(Work& w, int64_t layer) {
             for (int64_t t = 0; t < tokens; ++t) {
                 Packed to(w.engine.packed, w.tokens, b + t, cols);
                 if (takes_codes(next)) to.to = w.engine.attended + (b + t) * cols, to.stride = 1;
-                float share = 1.0f;
-                if (w.model.gate_dim) {  // after the queries
-                    const float* gates = w.absorbed.wide + (b + t) * queries + w.model.heads * query_size(w);
-                    share = 1.0f / (1.0f + std::exp(-gates[head]));
+                const float* gates = w.absorbed.gates + ((b + t) * w.model.heads + head) * of_head;
+                for (int64_t i = 0; i < count; ++i) {
+                    float value = w.scratch[t * W + i];
+                    if (of_head) value /= 1.0f + std::exp(-gates[of_head == 1 ? 0 : first + i]);
+                    to.put(head * w.latent.value_dim + first + i, value);
                 }
-                for (int64_t i = 0; i < count; ++i)
-                    to.put(head * w.latent.value_dim + first + i, w.scratch[t * W + i] * share);
                 if (task == w.model.heads * blocks - 1 && !takes_codes(next)) to.end(cols);
             }
         }

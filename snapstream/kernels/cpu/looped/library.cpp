@@ -28,7 +28,8 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     for (int64_t layer = 0; layer < model.layers; ++layer) {
         const LayerParts& parts = model.parts[layer];
         projected = std::max(projected, head_numbers(parts));
-        widest = std::max(widest, parts.qkv_rest.rows || model.latent.rank ? 2 * padded(model.hidden) : 0);
+        const int64_t inputs = parts.gates.rows ? 3 : parts.qkv_rest.rows || model.latent.rank ? 2 : 0;
+        widest = std::max(widest, inputs * padded(model.hidden));
         expanded = std::max(expanded, parts.gate_up.rows);
         whole = std::max({whole, whole_input(parts.o, parts.kv_heads),
                           whole_input(parts.recurrent_out, model.recurrent.key_heads)});
@@ -43,13 +44,16 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     part_mixed = cut(parts * model.head_dim);
     attended = cut(batch * whole);
     const auto has_out_norm = [](const LayerParts& own) { return own.mlp_out_norm != nullptr; };
-    const bool has_outputs = model.is_parallel || std::any_of(model.parts, model.parts + model.layers, has_out_norm);
+    const bool has_outputs = model.is_parallel || model.hyper.streams || std::any_of(model.parts, model.parts + model.layers, has_out_norm);
     outputs = cut(has_outputs ? batch * model.hidden : 0);
     embedded = cut(model.per_layer_dim ? batch * padded(model.hidden) : 0);
     beside = cut(is_beside_mlp(model) || model.streams ? batch * model.hidden : 0);
     low = cut(model.streams ? batch * model.parts[0].laurel_in.rows : 0);
     first_stream = cut(model.streams ? batch * model.hidden : 0);
-    streams = cut(model.streams ? batch * (model.streams - 1) * model.hidden : 0);
+    const int64_t count = model.hyper.streams;
+    streams = cut(batch * (model.streams ? model.streams - 1 : count) * model.hidden);
+    seen = cut(batch * model.hyper.shares);
+    shares = cut(batch * count * (1 + count));
     const Recurrent& recurrent = model.recurrent;
     int64_t recurring = 0;  // layers
     for (int64_t i = 0; recurrent.drafted && i < model.layers; ++i) recurring += recurs(model, i);
@@ -76,7 +80,8 @@ int64_t Engine::workspace_floats(const Model& model, const RowTable& rows, int64
 // Bytes of the structs, in the order of abi.h.
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
-        sizeof(Stack), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent), sizeof(Ranks),
+        sizeof(Stack), sizeof(Connection), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent),
+        sizeof(Hyper), sizeof(Ranks),
         sizeof(Model), sizeof(RowTable), sizeof(Step), sizeof(Sampling), sizeof(Draw), sizeof(Prompt),
         sizeof(Passing), sizeof(Routed), sizeof(Heads), sizeof(Convolving), sizeof(DeltaRule)};
     return bytes;

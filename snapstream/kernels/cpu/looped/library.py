@@ -52,6 +52,10 @@ class Stack(Structure):
     """Matrices ``[layers, rows, cols]`` in panels, or one."""
 
 
+class Connection(Structure):
+    """How a part of a layer reads residual streams and adds to them."""
+
+
 class LayerParts(Structure):
     """The matrices of one layer, and what layers may differ in."""
 
@@ -66,6 +70,10 @@ class Latent(Structure):
 
 class Recurrent(Structure):
     """Layers that keep a state in the place of keys and values; all zeros without."""
+
+
+class Hyper(Structure):
+    """Hyper-connections; all zeros without."""
 
 
 class Ranks(Structure):
@@ -117,8 +125,8 @@ class DeltaRule(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    Stack, LayerParts, Mixture, Latent, Recurrent, Ranks, Model, RowTable, Step, Sampling, Draw, Prompt, Passing,
-    Routed, Heads, Convolving, DeltaRule,
+    Stack, Connection, LayerParts, Mixture, Latent, Recurrent, Hyper, Ranks, Model, RowTable, Step, Sampling, Draw,
+    Prompt, Passing, Routed, Heads, Convolving, DeltaRule,
 )  # fmt: skip
 _HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())
 

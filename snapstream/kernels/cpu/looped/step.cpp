@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "experts.h"
+#include "streams.h"
 
 namespace looped {
 
@@ -59,117 +60,6 @@ void angles_of(Work& w, int64_t position, bool is_window, float* out) {
         out[i] = std::cos(angle) * scale;
         out[half + i] = std::sin(angle) * scale;
     }
-}
-
-// -- residual streams (reference: AltUpLayer and Streams in ../../../models/layers.py)
-
-float* stream_of(Work& w, int64_t b, int64_t i) {
-    const int64_t others = w.model.streams - 1;
-    return i ? w.engine.streams + (b * others + i - 1) * w.model.hidden : w.engine.first_stream + b * w.model.hidden;
-}
-
-// shares [count] += coefficients [count, S] times tanh(router x): x has its norm there.
-void add_shares(Work& w, const LayerParts& own, const float* x, const float* coefficients, int64_t count, float* shares) {
-    const int64_t size = w.model.hidden;
-    const float factor = norm_factor(x, size, w.model.eps);
-    for (int64_t s = 0; s < w.model.streams; ++s) {
-        const float seen = std::tanh(factor * dot(x, own.stream_router + s * size, size));
-        for (int64_t i = 0; i < count; ++i) shares[i] += coefficients[i * w.model.streams + s] * seen;
-    }
-}
-
-// Before attention: all streams are predicted from all, and the layer goes on with the first.
-void predict_streams(Work& w, int64_t layer, int64_t b) {
-    const int64_t count = w.model.streams;
-    const LayerParts& own = w.model.parts[layer];
-    float shares[MOST_STREAMS * MOST_STREAMS] = {};
-    add_shares(w, own, stream_of(w, b, 0), own.stream_prediction, count * count, shares);
-    for (int64_t i = 0; i < w.model.hidden; i += W) {
-        const int64_t some = std::min<int64_t>(W, w.model.hidden - i);
-        vec x[MOST_STREAMS];
-        for (int64_t s = 0; s < count; ++s) x[s] = load_some(stream_of(w, b, s) + i, some);
-        for (int64_t s = 0; s < count; ++s) {
-            vec sum = x[s];
-            for (int64_t from = 0; from < count; ++from) sum += shares[s * count + from] * x[from];
-            std::memcpy(stream_of(w, b, s) + i, &sum, some * 4);
-            if (!s) std::memcpy(w.engine.residual + b * w.model.hidden + i, &sum, some * 4);
-        }
-    }
-}
-
-// Before the MLP: what attention added and the low-rank branch.
-void join_branches(Work& w, int64_t layer, int64_t b) {
-    const int64_t size = w.model.hidden, first = b * size;
-    float* x = w.engine.residual + first;
-    const LayerParts& own = w.model.parts[layer];
-    const float factor = w.engine.factors[b];
-    for (int64_t i = 0; i < size; ++i) x[i] += x[i] * factor * own.input_norm[i];
-    add_norm(w, w.engine.outputs + first, own.attention_out_norm, x);
-    add_norm(w, w.engine.beside + first, own.laurel_norm, x);
-    for (int64_t i = 0; i < size; ++i) x[i] *= 0.70710678f;
-}
-
-// Behind the MLP: all streams are corrected by how the first differs from its prediction.
-void correct_streams(Work& w, int64_t layer, int64_t b) {
-    const int64_t size = w.model.hidden;
-    const LayerParts& own = w.model.parts[layer];
-    float *x = w.engine.residual + b * size, *predicted = stream_of(w, b, 0), shares[MOST_STREAMS];
-    std::fill(shares, shares + MOST_STREAMS, 1.0f);
-    add_norm(w, w.engine.outputs + b * size, own.mlp_out_norm, x);
-    add_shares(w, own, x, own.stream_correction, w.model.streams, shares);
-    for (int64_t i = 0; i < size; ++i) x[i] -= predicted[i];
-    for (int64_t s = 0; s < w.model.streams; ++s)
-        for (int64_t i = 0; i < size; ++i) stream_of(w, b, s)[i] += shares[s] * x[i];
-    for (int64_t i = 0; i < size; ++i) x[i] = predicted[i] * own.stream_scale[i];
-}
-
-// Makes the root mean square of x that of `like`.
-void resize(Work& w, float* x, const float* like) {
-    const int64_t size = w.model.hidden;
-    const float factor = std::min(norm_factor(x, size, 0.0f), 316.22777f) / norm_factor(like, size, 0.0f);
-    for (int64_t i = 0; i < size; ++i) x[i] *= factor;
-}
-
-template <class From>  // from(b): x [D] of a token, multiplied to out [B, rows]
-void project_rows(Work& w, const Stack& matrix, From from, float* out) {
-    w.end_part();
-    make_input(w, matrix, [&](int64_t b, int64_t first, int64_t count, float* made) {
-        std::copy(from(b) + first, from(b) + first + count, made);
-    });
-    w.end_part();
-    project(w, matrix, nullptr, out);
-}
-
-void split_streams(Work& w) {
-    const int64_t size = w.model.hidden;
-    const auto embedded = [&](int64_t b) { return w.engine.residual + b * size; };
-    project_rows(w, w.model.streams_in, embedded, w.engine.streams);
-    w.end_part();
-    w.share(w.step.batch, 1, [&](int64_t b) {
-        std::copy(embedded(b), embedded(b) + size, stream_of(w, b, 0));
-        for (int64_t s = 1; s < w.model.streams; ++s) resize(w, stream_of(w, b, s), embedded(b));
-    });
-}
-
-// Behind the last layer: the mean of all streams, each projected.
-void merge_streams(Work& w) {
-    const int64_t size = w.model.hidden;
-    w.share(w.step.batch, 1, [&](int64_t b) {
-        std::copy(stream_of(w, b, 0), stream_of(w, b, 0) + size, w.engine.residual + b * size);
-    });
-    for (int64_t s = 1; s < w.model.streams; ++s) {
-        project_rows(w, w.model.streams_out[s - 1], [&](int64_t b) { return stream_of(w, b, s); }, w.engine.beside);
-        w.end_part();
-        w.share(w.step.batch, 1, [&](int64_t b) {
-            float* x = w.engine.beside + b * size;
-            resize(w, x, stream_of(w, b, 0));
-            for (int64_t i = 0; i < size; ++i) w.engine.residual[b * size + i] += x[i];
-        });
-    }
-    w.end_part();
-    norm_settled(w, w.model.final_norm, w.model.head, [&](int64_t b) {
-        for (int64_t i = 0; i < size; ++i) w.engine.residual[b * size + i] /= w.model.streams;
-    });
 }
 
 int64_t token_of(Work& w, int64_t b) { return w.step.inputs ? w.step.inputs[b] : w.rows.last_token[w.step.rows[b]]; }
@@ -319,7 +209,7 @@ void latent_stage(Work& w, int64_t layer, int64_t stage) {
         case 0:
             return norm_input(w, own.input_norm, own.kv_a, turn_before(w, layer),
                               layer ? last_norm(w, layer - 1) : nullptr, 1.0f, &first);
-        case 1: return project(w, own.kv_a, nullptr, w.absorbed.kept);
+        case 1: return project_latents(w, layer);
         case 2: {
             const int64_t apart = shares_input(own.kv_a, first) ? 0 : rest_of_input(w, own.kv_a);
             float* to = is_direct ? w.absorbed.wide : w.absorbed.narrow;
@@ -398,6 +288,10 @@ void per_layer_stage(Work& w, int64_t layer, int64_t stage) {
 
 void layer_stage(Work& w, int64_t layer, int64_t stage) {
     const int64_t attention = attention_stages(w.model);
+    if (w.model.hyper.streams && stage == 0)
+        read_streams(w, w.model.parts[layer].before_attention, w.model.hyper.shares, AFTER_MLP, layer == 0);
+    if (w.model.hyper.streams && stage == attention)
+        read_streams(w, w.model.parts[layer].before_mlp, w.model.hyper.shares, AFTER_ATTENTION);
     if (stage < attention && w.model.mixers[layer] == RECURRENT) return recurrent_stage(w, layer, stage);
     if (stage < attention && w.model.mixers[layer] == BOTH) return both_stage(w, layer, stage);
     if (stage < attention && w.model.streams) return streams_stage(w, layer, stage);
@@ -454,9 +348,12 @@ void run(Work& w) {
         else if (stage <= w.model.layers * layer_stages(w.model))
             layer_stage(w, (stage - 1) / layer_stages(w.model), (stage - 1) % layer_stages(w.model));
         else if (stage == num_stages(w.model) - 2 && w.model.streams) merge_streams(w);
-        else if (stage == num_stages(w.model) - 2)
+        else if (stage == num_stages(w.model) - 2) {
+            const Hyper& hyper = w.model.hyper;
+            if (hyper.streams) read_streams(w, hyper.head, hyper.head.weights ? hyper.streams : 0, AFTER_MLP);
             norm_input(w, w.model.final_norm, w.model.head, turn_before(w, w.model.layers),
                        last_norm(w, w.model.layers - 1), w.model.parts[w.model.layers - 1].scalar);
+        }
         else head_stage(w);
         w.clear_next();
         end_stage(w, stage);

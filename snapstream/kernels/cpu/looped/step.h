@@ -166,7 +166,7 @@ inline void add_product(Work& w, const Stack& stack, const float* bias, const fl
                         float share = 1.0f, const float* packed = nullptr) {
     const float multiplier = out_norm ? 1.0f : w.model.residual_multiplier * share;
     if (!w.ranks.is_alone()) return project(w, stack, bias, own_part(w, turn), packed, multiplier);
-    if (out_norm) return project(w, stack, bias, w.engine.outputs, packed);
+    if (out_norm || w.model.hyper.streams) return project(w, stack, bias, w.engine.outputs, packed);
     if (w.model.is_parallel && turn == AFTER_ATTENTION)
         return project(w, stack, bias, w.engine.outputs, packed, multiplier);
     product(w, stack, packed, [&](int64_t first, int64_t count, const float* sums) {
@@ -214,6 +214,7 @@ inline void pack_heads(Work& w, const Stack& next, int64_t b, int64_t head, int6
 // Makes the residual stream of token b what a block reads. A parallel MLP reads what attention did; behind it the outputs
 // of both are added. That of attention waits in `outputs`: other ranks overwrite their parts in the next layer.
 inline void settle_stream(Work& w, Turn added, int64_t b, const float* out_norm, float scalar) {
+    if (w.model.hyper.streams) return;  // read_streams has made it
     float* x = w.engine.residual + b * w.model.hidden;
     if (w.model.is_parallel) {
         float* attended = w.engine.outputs + b * w.model.hidden;
