@@ -91,9 +91,9 @@ class DeltaNet:
 
     def of_rank(self, num_ranks: int) -> DeltaNet:
         """What each of several ranks computes: its key heads with their value heads."""
-        check(self.gate_rank == 0, f"Kimi delta attention is not split over ranks ({num_ranks} were asked for)")
         _check_split("key heads of recurrent layers", self.key_heads, num_ranks)
-        return replace(self, key_heads=self.key_heads // num_ranks, value_heads=self.value_heads // num_ranks)
+        own = replace(self, key_heads=self.key_heads // num_ranks, value_heads=self.value_heads // num_ranks)
+        return replace(own, gate_rank=own.key_size) if self.has_full_gates else own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

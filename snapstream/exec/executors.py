@@ -418,6 +418,8 @@ def _why_not(model: ModelConfig, config: EngineConfig) -> str | None:
         return problem
     if model.has_parallel_recurrence:
         return f"{model.architecture} has attention and recurrence side by side in a layer, which it runs on one rank"
+    if model.has_whole_qk_norm:
+        return f"{model.architecture} norms all heads together, which it does on one rank"
     if parallel.address:
         return "its ranks all-reduce through shared memory, and these are on several machines"
     if parallel.dp_size > 1:

@@ -21,7 +21,7 @@ from torch import Tensor
 from snapstream.exec.results import HostCopy
 from snapstream.kv import layout
 from snapstream.kv.cache import KVCache
-from snapstream.kv.spec import Full, Shared
+from snapstream.kv.spec import Shared
 from snapstream.models.decoder import Decoder
 from snapstream.step import KVReceived, PrefillEntry
 
@@ -31,11 +31,7 @@ class RowParts:
 
     def __init__(self, cache: KVCache, decoder: Decoder) -> None:
         self._cache, self._decoder, self._group = cache, decoder, decoder.group
-        self._num_heads = decoder.whole_kv_spec().num_kv_heads  # G
-        first = self._group.rank * self._num_heads // self._group.size
-        self._local_heads = slice(first, first + cache.spec.num_kv_heads)
-        if cache.heads is not None:
-            self._num_heads, self._local_heads = 1, slice(0, 1)
+        self._whole = decoder.whole_kv_spec()
 
     def take(self, layer: int, entry: PrefillEntry) -> Tensor:
         """A copy of a layer of the entry's first row with all kv heads, ``[G, B]`` bytes on every rank; with per-head
@@ -45,7 +41,7 @@ class RowParts:
         if isinstance(self._cache.spec.layers[layer], Shared):
             return torch.empty(1, 0, dtype=torch.uint8)
         if partition is None:
-            return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), 0)
+            return self._decoder.all_kv_heads(self._bytes(layer, entry.rows[0], entry), self._heads(layer)[0])
         row = next(iter(partition.local_rows(entry.rows[:1])), self._cache.padding_row)
         return self._group.broadcast(self._bytes(layer, row, entry), partition.owner(entry.rows[0]))
 
@@ -53,15 +49,10 @@ class RowParts:
         """Write a layer to each of the entry's rows; rank 0 has ``part``, with all kv heads."""
         device, some_row = self._cache.k.device, self._cache.padding_row
         num_bytes = sum(piece.nbytes for piece in self._pieces(layer, some_row, entry))  # of local heads
-        own = self._cache.spec.layers[layer]
-        if not num_bytes or isinstance(own, Shared):
+        if not num_bytes or isinstance(self._cache.spec.layers[layer], Shared):
             return
-        num_heads, local_heads = self._num_heads, self._local_heads
-        if self._cache.spec.is_uneven and isinstance(own, Full):  # on one rank
-            num_heads, local_heads = own.num_kv_heads, slice(own.num_kv_heads)
-        shape = (num_heads, num_bytes // len(range(*local_heads.indices(num_heads))))
-        if self._cache.state(layer):
-            shape = (1, num_bytes)
+        num_heads, local_heads = self._heads(layer)
+        shape = (num_heads, num_bytes // (local_heads.stop - local_heads.start))
         if part is None:
             data = torch.empty(shape, dtype=torch.uint8, device=device)  # [G, B]
         else:
@@ -82,6 +73,14 @@ class RowParts:
             if row is not None:
                 own.copy_(torch.frombuffer(row.hidden, dtype=torch.uint8))
         return self._group.broadcast(data.to(device), 0).view(dtype)
+
+    def _heads(self, layer: int) -> tuple[int, slice]:
+        """How many kv heads a layer's part of a row has on the wire, and those of this rank."""
+        if self._cache.heads is not None or self._cache.state(layer):
+            return 1, slice(0, 1)
+        whole, local = (spec.slots_of(layer).num_kv_heads for spec in (self._whole, self._cache.spec))
+        first = self._group.rank * whole // self._group.size
+        return whole, slice(first, first + local)
 
     def _bytes(self, layer: int, row: int, entry: PrefillEntry) -> Tensor:
         """A copy of a layer of a local row, ``[local kv heads, B]``; no bytes of a layer that keeps nothing."""

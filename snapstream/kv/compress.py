@@ -122,18 +122,17 @@ def of_all_heads(kept: Sequence[Tensor], budgets: Budgets, prompt_len: int, grou
     """Per layer ``[n]`` of all kv heads, from each rank's ``kept``; a collective."""
     if group.size == 1:
         return kept
-    num_heads = len(budgets[0])
-    rank_heads, copies = max(num_heads // group.size, 1), max(group.size // num_heads, 1)  # copies: ranks per head
     counts = []  # n by layer and rank
     for layer in budgets:
-        visible = HeadSlots.visible(layer, prompt_len)
-        firsts = (rank * num_heads // group.size for rank in range(group.size))
-        counts.append([sum(visible[first : first + rank_heads]) for first in firsts])
+        visible, own = HeadSlots.visible(layer, prompt_len), max(len(layer) // group.size, 1)
+        firsts = (rank * len(layer) // group.size for rank in range(group.size))
+        counts.append([sum(visible[first : first + own]) for first in firsts])
     longest = max(map(max, counts))
     padded = torch.stack([torch.nn.functional.pad(layer, (0, longest - len(layer))) for layer in kept])  # [L, n]
     whole = group.all_gather(padded[None], 0)  # [W, L, n]
+    copies = [max(group.size // len(layer), 1) for layer in budgets]  # ranks per head
     return [
-        torch.cat([whole[rank, layer, : sizes[rank]] for rank in range(0, group.size, copies)])
+        torch.cat([whole[rank, layer, : sizes[rank]] for rank in range(0, group.size, copies[layer])])
         for layer, sizes in enumerate(counts)
     ]
 

@@ -45,10 +45,13 @@ def with_reduced_scores(kernels: Kernels, model_spec: KVSpec, shard_spec: KVSpec
     A selector merges the scores of all query heads of a kv head. If these are spread over ranks (with latents: all
     ranks), each rank scores with its own query heads, and the reduction makes every rank keep the same tokens.
     """
-    copies = group.size * shard_spec.num_kv_heads // model_spec.num_kv_heads
+    if group.size == 1 or not model_spec.budget_layers:
+        return kernels
+    num_kv_heads, own = (spec.slots_of(spec.budget_layers[0]).num_kv_heads for spec in (model_spec, shard_spec))
+    copies = group.size * own // num_kv_heads
     if copies == 1:
         return kernels
-    scores = _ReducedScores(kernels, model_spec.num_kv_heads, copies, group)
+    scores = _ReducedScores(kernels, num_kv_heads, copies, group)
     return replace(kernels, snapkv_scores=scores.snapkv_scores, hop_scores=scores.hop_scores)
 
 
@@ -131,7 +134,6 @@ class Decoder:
                 f"{self.group.size} ranks"
             )
         model_spec, shard_spec = (kv_spec_of(model, "float32") for model in (config, self.shard))
-        self._kv_heads = slice(None, None, self.group.size * shard_spec.num_kv_heads // model_spec.num_kv_heads)
         kernels = (bind(self.device) if kernels is None else kernels).with_cap(config.score_cap)
         self.kernels = with_reduced_scores(kernels, model_spec, shard_spec, self.group)
         if self.is_data_parallel:
@@ -208,10 +210,9 @@ class Decoder:
         """KV cache of the whole model, without copies on several ranks."""
         return kv_spec_of(self.config, self._dtype_name, kv_dtype)
 
-    def all_kv_heads(self, own: Tensor, dim: int) -> Tensor:
-        """All-gather ``own`` along ``dim``, its dimension of kv heads; heads that several ranks hold appear once."""
-        gathered = self.group.all_gather(own, dim)
-        return gathered[(slice(None),) * dim + (self._kv_heads,)]
+    def all_kv_heads(self, own: Tensor, num_kv_heads: int) -> Tensor:
+        """All-gather ``own [local kv heads, ...]`` of ``num_kv_heads``; those that several ranks hold appear once."""
+        return self.group.all_gather(own, 0)[:: self.group.size * len(own) // num_kv_heads]
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """``token_ids [T]`` to the hidden states that enter layer 0, ``[T, D]``, of every residual stream."""

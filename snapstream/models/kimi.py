@@ -96,20 +96,25 @@ def _delta_tensors(config: ModelConfig, *, is_flat: bool = True) -> TensorSpecs:
     decay = (heads,) if is_flat else (1, 1, heads, 1)
     specs = {
         "delta_in": TensorSpec(
-            shape=(net.projected, hidden),
+            shape=(net.projected, hidden), shard_dim=0,
             parts={f"self_attn.{name}_proj.weight": (cut,) for name, cut in (cuts | low).items()},
         ),
-        "delta_gates": TensorSpec(shape=(heads, hidden), parts={"self_attn.b_proj.weight": ()}, is_dense=True),
-        "delta_decay_up": TensorSpec(shape=(size, rank), parts={"self_attn.f_b_proj.weight": ()}, is_dense=True),
-        "delta_gate_up": TensorSpec(shape=(size, rank), parts={"self_attn.g_b_proj.weight": ()}, is_dense=True),
+        **{
+            f"delta_{name}": TensorSpec(
+                shape=(rows, columns), parts={f"self_attn.{part}_proj.weight": ()}, is_dense=True, shard_dim=0
+            )
+            for name, part, rows, columns in (
+                ("gates", "b", heads, hidden), ("decay_up", "f_b", size, rank), ("gate_up", "g_b", size, rank),
+            )
+        },
         "conv_kernel": TensorSpec(
-            shape=(net.channels, 1, net.kernel), is_matrix=False, dtype="float32",
+            shape=(net.channels, 1, net.kernel), is_matrix=False, dtype="float32", shard_dim=0,
             parts={f"self_attn.{name}_conv1d.weight": (cut,) for name, cut in cuts.items()},
         ),
-        "delta_decay": in_fp32("self_attn.A_log", *decay),
-        "delta_step": in_fp32("self_attn.dt_bias", size),
+        "delta_decay": in_fp32("self_attn.A_log", *decay, shard_dim=len(decay) - 1 - (not is_flat)),
+        "delta_step": in_fp32("self_attn.dt_bias", size, shard_dim=0),
         "delta_norm": vector(net.value_dim, "self_attn.o_norm.weight"),
-        "delta_out": TensorSpec(shape=(hidden, size), parts={"self_attn.o_proj.weight": ()}),
+        "delta_out": TensorSpec(shape=(hidden, size), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
     }  # fmt: skip
     absent = ("delta_decay_up", "delta_gate_up") if net.has_full_gates else ()
     return {name: replace(own, layers=config.recurrent_layers) for name, own in specs.items() if name not in absent}

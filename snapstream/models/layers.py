@@ -472,8 +472,11 @@ class DenseLayer:
 
     def _attend_ungated(self, heads: Tensor, rope: CosSin, view: KVView) -> Tensor:
         """``heads [T, (H+2G)E]``; returns ``[T', H, E']``, E' numbers of a value."""
-        for columns, weight in self._whole_norms:
-            heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
+        if self._whole_norms and self._group.size > 1:
+            self._norm_over_ranks(heads)
+        else:
+            for columns, weight in self._whole_norms:
+                heads[:, columns] = self._kernels.rms_norm(heads[:, columns].contiguous(), weight, self._eps)
         if self._has_scales:
             if self._scales_queries:
                 heads[:, : self._num_queries].mul_(rope[0][1, :, 0, :1])
@@ -497,6 +500,14 @@ class DenseLayer:
             values.copy_(normed.view_as(values))
         attended = view.attend(self._index, heads, self._head_norm, rope)
         return attended if self._value_dim is None else attended[..., : self._value_dim]
+
+    def _norm_over_ranks(self, heads: Tensor) -> None:
+        """One norm over the queries of all ranks, and one over the keys, of which several may have the same."""
+        parts = [heads[:, columns].to(torch.float32) for columns, _ in self._whole_norms]
+        squares = self._group.all_reduce(torch.stack([part.square().mean(-1) for part in parts]))  # [2, T]
+        factors = (squares / self._group.size + self._eps).rsqrt()[..., None]
+        for (columns, weight), part, factor in zip(self._whole_norms, parts, factors, strict=True):
+            heads[:, columns] = (part * factor * weight).to(heads.dtype)
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor | None:
         if self._adds_products and self._post_norm is not None and self._mlp is not None:

@@ -156,28 +156,35 @@ def rank_config(
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
     if parallel.attention == "dp" and model.recurrent_layers:
         raise ValueError("attention is 'dp', which is not supported beside recurrent layers")
-    if model.has_fused_qkv or (model.has_fused_gate_up and model.moe is not None):
-        fused = "q, k and v" if model.has_fused_qkv else "gate and up"
+    if model.has_fused_gate_up and model.moe is not None:
         raise ValueError(
-            f"{model.architecture} checkpoints have {fused} in one tensor, which is not split over ranks; use 1 rank"
+            f"{model.architecture} checkpoints with experts have gate and up in one tensor, which is not split over "
+            "ranks; use 1 rank"
         )
     if model.has_fused_experts and parallel.experts == "tp":
         raise ValueError(
             f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
             f"'ep' or 1 rank ({model.architecture})"
         )
-    if len(model.all_heads) > 1 or model.kv_sources is not None or model.per_layer_dim:
+    if model.kv_sources is not None or model.per_layer_dim:
         raise ValueError(
-            f"{model.architecture} has layers that differ in their heads, or embeddings for each layer, which are not "
+            f"{model.architecture} has layers that share keys and values, or embeddings for each layer, which are not "
             "split over ranks; use 1 rank"
+        )
+    if model.moe is not None and model.moe.is_beside_mlp:
+        raise ValueError(
+            f"{model.architecture} norms the outputs of an MLP and of experts beside it, which are not split over "
+            "ranks; use 1 rank"
         )
     if model.norms_heads_apart:
         raise ValueError(f"{model.architecture} has norms for each head, which are not split over ranks; use 1 rank")
-    if model.has_whole_qk_norm:
-        raise ValueError(f"{model.architecture} norms all heads together, which are not split over ranks; use 1 rank")
-    num_heads, num_kv_heads = (
-        (model.num_heads, model.num_kv_heads) if parallel.attention == "dp" else _own_heads(model, size)
-    )
+    num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
+    if parallel.attention == "tp":
+        num_heads, num_kv_heads = _own_heads(num_heads, num_kv_heads, size)
+    full_heads = model.full_heads
+    if full_heads is not None:
+        heads, kv_heads = _own_heads(full_heads.num_heads or model.num_heads, full_heads.num_kv_heads, size)
+        full_heads = full_heads._replace(num_heads=heads, num_kv_heads=kv_heads)
     unit = 1 if formats is None else max(_unit(form, is_row=True) for form in (formats.layers, *formats.own))
     moe = None if model.moe is None else _own_experts(model.moe, parallel, rank, unit)
     inner = model.intermediate_size
@@ -192,6 +199,7 @@ def rank_config(
         model,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        full_heads=full_heads,
         moe=moe,
         intermediate_size=inner,
         recurrent=None if model.recurrent is None else model.recurrent.of_rank(size),
@@ -200,12 +208,11 @@ def rank_config(
     return own if formats is None else replace(own, float_tensors=_float_tensors(model, own, formats))
 
 
-def _own_heads(model: ModelConfig, size: int) -> tuple[int, int]:
+def _own_heads(heads: int, kv_heads: int, size: int) -> tuple[int, int]:
     """Query heads are split; kv heads too, unless they are fewer than ranks: then several ranks hold each."""
-    kv_heads = model.num_kv_heads
     if max(kv_heads, size) % min(kv_heads, size):
         raise ValueError(f"{kv_heads} kv heads cannot be split over {size} ranks")
-    return _rank_share("num_heads", model.num_heads, size), max(kv_heads // size, 1)
+    return _rank_share("num_heads", heads, size), max(kv_heads // size, 1)
 
 
 def _own_experts(moe: MoEConfig, parallel: ParallelConfig, rank: int, unit: int) -> MoEConfig:
@@ -339,7 +346,8 @@ def cuts_of(share: Share) -> dict[str, Cut]:
         whole, spec = wholes[part.name].shape, own_specs[part.target]
         slices = slice_of(whole, part.shape, share.rank, share.num_ranks, is_padded=spec.is_padded)
         if part.segments and whole != part.shape:
-            part = part._replace(row_order=_own_rows(wholes[part.name].segments, part.segments, share))
+            rows = _own_rows(wholes[part.name].segments, part.segments, share)
+            part = part._replace(row_order=rows if part.row_order is None else [rows[row] for row in part.row_order])
             slices = (slice(0, whole[0]), *slices[1:])
         found[part.name] = cut = Cut(part, whole, slices)
         if whole != part.shape:

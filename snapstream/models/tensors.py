@@ -291,6 +291,9 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
             return {f"self_attn.qkv_proj.{kind}": (*orders["q"], *keys_order, *range(queries + keys, size))}
         return {f"self_attn.{name}_proj.{kind}": order for name, order in orders.items()}
 
+    def segments(kind: str) -> Mapping[str, tuple[int, ...]]:
+        return {f"self_attn.qkv_proj.{kind}": (queries, keys, keys)} if config.has_fused_qkv else {}
+
     def narrow(kind: str) -> Mapping[str, tuple[int, int]]:
         value_dim = config.value_dim
         return {} if value_dim is None else {f"self_attn.v_proj.{kind}": (value_dim, head_dim)}
@@ -298,14 +301,25 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
     outputs = config.num_heads * (config.value_dim or head_dim)
     specs = {
         "qkv": TensorSpec(
-            shape=(size, hidden), parts=qkv("weight"), row_order=ordered("weight"), narrow=narrow("weight"), shard_dim=0
+            shape=(size, hidden),
+            parts=qkv("weight"),
+            row_order=ordered("weight"),
+            narrow=narrow("weight"),
+            shard_dim=0,
+            segments=segments("weight"),
         ),
         "o": TensorSpec(shape=(hidden, outputs), parts={"self_attn.o_proj.weight": ()}, shard_dim=1),
     }
     if config.qkv_bias or config.has_norm_biases:
         parts = qkv("bias") if config.qkv_bias else {}
         specs["qkv_bias"] = TensorSpec(
-            shape=(size,), parts=parts, is_matrix=False, row_order=ordered("bias"), narrow=narrow("bias"), shard_dim=0
+            shape=(size,),
+            parts=parts,
+            is_matrix=False,
+            row_order=ordered("bias"),
+            narrow=narrow("bias"),
+            shard_dim=0,
+            segments=segments("bias"),
         )
     if config.o_bias:
         specs["o_bias"] = vector(hidden, "self_attn.o_proj.bias")
@@ -324,7 +338,7 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
         for name, rows in (("q", queries), ("k", keys)):
             part = f"self_attn.{name}_norm.weight"
             order = {part: orders[name]} if orders else {}
-            specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order)
+            specs[f"{name}_norm"] = replace(norm(config, rows, part), row_order=order, shard_dim=0)
     return specs
 
 

@@ -63,9 +63,14 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "minimax-m3-panels"])
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-moe", "glm4-moe", "minimax-m3-panels", "laguna", "mimo-halves"])
 def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     check(two, looped(checkpoint(name), experts=experts))
+
+
+@pytest.mark.parametrize("name", ["hy-v4", "step3.7"])
+def test_whole_experts(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    check(two, looped(checkpoint(name), experts="ep"))
 
 
 @pytest.mark.parametrize("width", ["bfloat16", "int8", "int4", "uint4"])

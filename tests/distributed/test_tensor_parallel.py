@@ -53,6 +53,7 @@ BLOCKS = {
     "num_hidden_layers": 2,
 }  # each rank's parts are whole blocks of FP8
 GROUPS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # and whole groups of codes
+HALVES = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MORE = {
     "llama-all-biases": ("llama-mha", {"attention_bias": True, "mlp_bias": True}),
     "qwen3-blocks": ("qwen3", BLOCKS),
@@ -67,6 +68,15 @@ MORE = {
     "qwen3-groups": ("qwen3", GROUPS),
     "ernie-moe-halves": ("ernie-moe", {"num_attention_heads": 4, "num_key_value_heads": 2}),
     "ministral3-halves": ("ministral3", {"num_key_value_heads": 2}),
+    "phi3-halves": ("phi3-longrope", {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}),
+    "gemma4-halves": ("gemma4", HALVES),
+    "olmo2-halves": ("olmo2", HALVES),
+    "olmoe-halves": ("olmoe", HALVES),
+    "olmo-hybrid-halves": ("olmo-hybrid", HALVES | {"linear_num_value_heads": 4}),
+    "minimax-m2-halves": ("minimax-m2", HALVES),
+    "mimo-halves": ("mimo-v2", {"num_attention_heads": 8, "num_key_value_heads": 2}),
+    "kimi-halves": ("kimi-linear", {"linear_num_heads": 4}),
+    "glm-5.3-halves": ("glm-5.3-flash", {"linear_num_heads": 2}),
     "gpt-oss-groups": ("gpt-oss", {"hidden_size": 64, "intermediate_size": 96}),
 }  # fmt: skip
 FLOAT = WeightFormat(dtype="float32")
@@ -105,7 +115,7 @@ DENSE = (
     "llama-gqa-tied", "qwen2", "qwen2-windows", "qwen3", "llama-all-biases", "ernie", "granite", "exaone4",
     "gemma2-panels", "gemma3-panels", "cohere2-panels", "ministral3-halves", "granite-swa", "arcee", "glm",
     "hyperclova-x", "apertus", "muse-glimmer-panels", "nanochat-panels",
-    "starcoder2-panels", "phi-panels", "minitron-panels",
+    "starcoder2-panels", "phi-panels", "minitron-panels", "phi3-halves", "phi3-window", "gemma4-halves",
 )  # fmt: skip
 
 
@@ -117,7 +127,8 @@ def test_dense_models(two: Pool, checkpoint: Checkpoint, name: str, budget: int 
 
 
 HYBRIDS = ("lfm2", "lfm2-all", "lfm2-moe", "lfm3", "granite-hybrid", "qwen3.5", "qwen3-next", "nemotron-h",
-           "nemotron-3", "nemotron-super", "falcon-h1-norm", "bamba")  # fmt: skip
+           "nemotron-3", "nemotron-super", "falcon-h1-norm", "bamba", "kimi-halves", "ling3",
+           "glm-5.3-halves")  # fmt: skip
 STATES_TOLERANCE = 1e-4  # a gated delta rule amplifies rounding
 
 
@@ -127,12 +138,18 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["olmo2-halves", "olmo3", "olmoe-halves", "minimax-m2-halves", "olmo-hybrid-halves"])
+def test_norms_over_the_heads_of_all_ranks(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    """Of the queries, and of the keys, of which both ranks may have the same (olmo3)."""
+    check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
+
+
 @pytest.mark.parametrize("experts", ["tp", "ep"])
 @pytest.mark.parametrize(
     "name",
     ["deepseek-v3", "qwen3-moe", "qwen2-moe", "glm4", "glm4-moe", "gpt-oss", "ernie-moe-halves", "kolibri-panels",
      "cohere2-moe", "axk1", "flint-panels", "hunyuan-moe", "afmoe-panels", "laguna-full", "phimoe-panels",
-     "minimax-m3-panels"],
+     "minimax-m3-panels", "laguna", "mimo-halves", "mimo-v2-panels"],
 )  # fmt: skip
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
     """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
@@ -152,7 +169,8 @@ def test_other_recipes_in_looped_steps(two: Pool, checkpoint: Checkpoint, name: 
 
 
 def test_whole_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint) -> None:
-    check(two, Asked(checkpoint("mistral4"), experts="ep", budget=40))
+    for name in ("mistral4", "hy-v4", "step3.7"):
+        check(two, Asked(checkpoint(name), experts="ep", budget=40))
 
 
 @pytest.mark.parametrize("executor", ["eager", "looped"])

@@ -24,7 +24,7 @@ BUDGET = 64
 REFUSED = (
     "gpt-oss", "granite-swa", "granite-moe-swa", "flint", "falcon-h1", "gemma2", "vaultgemma", "phi3-longrope",
     "phi3-window", "mistral-window", "llama4", "gemma3n", "gemma4", "kimi-linear", "minimax-m3",
-    "mimo-v2",
+    "mimo-v2", "glm-5.3",
 )  # fmt: skip
 ONE_OF_EACH = {config: name for name, (config, _) in reversed(ARCHITECTURES.items())}  # the first of each class
 FAMILIES = [

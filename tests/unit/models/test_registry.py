@@ -778,11 +778,9 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("Phi-4-mini-instruct", "Phi3ForCausalLM checkpoints have q, k and v in one tensor.*use 1 rank"),
-        ("Laguna-XS.2", "LagunaForCausalLM has layers that differ in their heads.*use 1 rank"),
-        ("Step-3.5-Flash", "Step3p5ForCausalLM has layers that differ in their heads.*use 1 rank"),
+        ("gemma-4-26B-A4B-it", "Gemma4ForConditionalGeneration norms the outputs of an MLP and of experts.*use 1 rank"),
+        ("gemma-4-E2B-it", "Gemma4ForConditionalGeneration has layers that share keys and values.*use 1 rank"),
         ("c4ai-command-r-plus", "CohereForCausalLM has norms for each head.*use 1 rank"),
-        ("OLMo-2-1124-7B", "Olmo2ForCausalLM norms all heads together.*use 1 rank"),
     ],
 )
 def test_not_split_over_ranks(name: str, problem: str) -> None:
@@ -819,7 +817,7 @@ def test_gemma_3n_shares_keys_and_values_over_residual_streams() -> None:
     assert model.kv_sources == (*range(20), *((18,) * 4 + (19,)) * 2)
     assert (model.rope.theta, model.window_rope) == (1e6, RopeConfig(theta=1e4))
     assert model.full_layers == (4, 9, 14, 19)
-    with pytest.raises(ValueError, match="has layers that differ in their heads, or embeddings for each layer"):
+    with pytest.raises(ValueError, match="has layers that share keys and values, or embeddings for each layer"):
         rank_config(model, ParallelConfig(size=2))
 
 
