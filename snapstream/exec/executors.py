@@ -416,10 +416,14 @@ def _why_not(model: ModelConfig, config: EngineConfig) -> str | None:
     problem, parallel = why_not_looped(model, dtype=config.dtype, device=config.device), config.parallel
     if problem is not None or parallel.size == 1:
         return problem
-    if model.has_parallel_recurrence:
-        return f"{model.architecture} has attention and recurrence side by side in a layer, which it runs on one rank"
-    if model.has_whole_qk_norm:
-        return f"{model.architecture} norms all heads together, which it does on one rank"
+    one_rank = {
+        "norms over all heads": model.has_whole_qk_norm, "shared keys and values": model.kv_sources is not None,
+        "embeddings for each layer": model.per_layer_dim > 0,
+        "attention and recurrence side by side": model.has_parallel_recurrence,
+        "experts beside an MLP": model.moe is not None and model.moe.is_beside_mlp,
+    }  # fmt: skip
+    if found := [name for name, has in one_rank.items() if has]:
+        return f"{model.architecture} has {found[0]}, which it runs on one rank"
     if parallel.address:
         return "its ranks all-reduce through shared memory, and these are on several machines"
     if parallel.dp_size > 1:

@@ -257,8 +257,9 @@ class MlpBesideExperts:
     """
 
     def __init__(
-        self, config: ModelConfig, weights: LayerWeights, mlp: SwiGLU, experts: Experts, kernels: Kernels
+        self, config: ModelConfig, weights: LayerWeights, mlp: SwiGLU, experts: Experts, kernels: Kernels, group: Group
     ) -> None:
+        self._group = group
         self._mlp, self._experts, self._kernels, self._eps = mlp, experts, kernels, config.rms_norm_eps
         self._mlp_norm, self._part_norm = weights.vector("mlp_part_norm"), weights.vector("experts_part_norm")
         self._experts_norm = weights.vector("experts_norm")
@@ -270,12 +271,17 @@ class MlpBesideExperts:
         raise TypeError("an MLP beside experts reads the residual stream")
 
     def of_norm(self, given: SumNorm) -> Tensor:
-        """See ``Mlp``; ``given`` has the norm of the MLP."""
-        mlp = self._kernels.rms_norm(self._mlp.of_norm(given), self._mlp_norm, self._eps)
+        """See ``Mlp``; ``given`` has the norm of the MLP. Of several ranks, which norm sums of both parts, the first has
+        all of the output.
+        """
+        output = self._group.all_reduce(self._mlp.of_norm(given))
+        mlp = self._kernels.rms_norm(output, self._mlp_norm, self._eps)
         x = given.residual  # with what was added
         read = self._kernels.rms_norm(x.to(torch.float32), self._router_scale, self._eps) * self._root
-        routed = self._experts(self._kernels.rms_norm(x, self._experts_norm, self._eps), read)
-        return mlp.add_(self._kernels.rms_norm(routed, self._part_norm, self._eps))
+        normed = self._kernels.rms_norm(x, self._experts_norm, self._eps)
+        routed = self._group.all_reduce(self._experts(normed, read))
+        both = mlp.add_(self._kernels.rms_norm(routed, self._part_norm, self._eps))
+        return both if self._group.rank == 0 else both.zero_()
 
     add_of_norm = of_norm
 
@@ -314,7 +320,7 @@ def mlp_of(index: int, config: ModelConfig, weights: LayerWeights, kernels: Kern
     if config.moe is not None and config.moe.is_beside_mlp:
         mlp = SwiGLU(weights.matrix("gate_up"), weights.matrix("down"), biases, kernels, activation)
         experts = Experts(config.moe, weights, kernels, group, None, of_experts)
-        return MlpBesideExperts(config, weights, mlp, experts, kernels)
+        return MlpBesideExperts(config, weights, mlp, experts, kernels, group)
     if config.moe is not None and "experts_down" in weights.matrices:
         shared: Callable[[Tensor], Tensor] | None = None
         if config.moe.num_shared:

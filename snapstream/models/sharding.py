@@ -166,18 +166,11 @@ def rank_config(
             f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
             f"'ep' or 1 rank ({model.architecture})"
         )
-    if model.kv_sources is not None or model.per_layer_dim:
+    if model.altup is not None:
         raise ValueError(
-            f"{model.architecture} has layers that share keys and values, or embeddings for each layer, which are not "
-            "split over ranks; use 1 rank"
+            f"{model.architecture} cuts the gates of an MLP by how all of them spread, which are not split over ranks; "
+            "use 1 rank"
         )
-    if model.moe is not None and model.moe.is_beside_mlp:
-        raise ValueError(
-            f"{model.architecture} norms the outputs of an MLP and of experts beside it, which are not split over "
-            "ranks; use 1 rank"
-        )
-    if model.norms_heads_apart:
-        raise ValueError(f"{model.architecture} has norms for each head, which are not split over ranks; use 1 rank")
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
     if parallel.attention == "tp":
         num_heads, num_kv_heads = _own_heads(num_heads, num_kv_heads, size)

@@ -333,7 +333,7 @@ def _attention_tensors(config: ModelConfig) -> TensorSpecs:
             specs[f"{name}_norm"] = replace(norm(config, head_dim, part), row_order=order)
             if config.norms_heads_apart:
                 count = config.num_heads if name == "q" else config.num_kv_heads
-                specs[f"{name}_norm"] = replace(specs[f"{name}_norm"], shape=(count, head_dim))
+                specs[f"{name}_norm"] = replace(specs[f"{name}_norm"], shape=(count, head_dim), shard_dim=0)
     if config.has_whole_qk_norm:
         for name, rows in (("q", queries), ("k", keys)):
             part = f"self_attn.{name}_norm.weight"

@@ -70,6 +70,7 @@ MORE = {
     "ministral3-halves": ("ministral3", {"num_key_value_heads": 2}),
     "phi3-halves": ("phi3-longrope", {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "gemma4-halves": ("gemma4", HALVES),
+    "cohere-plus-halves": ("cohere-plus", HALVES),
     "olmo2-halves": ("olmo2", HALVES),
     "olmoe-halves": ("olmoe", HALVES),
     "olmo-hybrid-halves": ("olmo-hybrid", HALVES | {"linear_num_value_heads": 4}),
@@ -116,6 +117,7 @@ DENSE = (
     "gemma2-panels", "gemma3-panels", "cohere2-panels", "ministral3-halves", "granite-swa", "arcee", "glm",
     "hyperclova-x", "apertus", "muse-glimmer-panels", "nanochat-panels",
     "starcoder2-panels", "phi-panels", "minitron-panels", "phi3-halves", "phi3-window", "gemma4-halves",
+    "cohere-plus-halves",
 )  # fmt: skip
 
 
@@ -138,10 +140,16 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["olmo2-halves", "olmo3", "olmoe-halves", "minimax-m2-halves", "olmo-hybrid-halves"])
-def test_norms_over_the_heads_of_all_ranks(two: Pool, checkpoint: Checkpoint, name: str) -> None:
-    """Of the queries, and of the keys, of which both ranks may have the same (olmo3)."""
-    check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
+@pytest.mark.parametrize(
+    "name",
+    ["olmo2-halves", "olmo3", "olmoe-halves", "minimax-m2-halves", "olmo-hybrid-halves", "gemma4-shared",
+     "gemma4-moe"],
+)  # fmt: skip
+def test_what_ranks_compute_eagerly(two: Pool, checkpoint: Checkpoint, name: str) -> None:
+    """Norms over the heads of all ranks, of keys that both may have (olmo3), and of the sums of an MLP and of experts;
+    embeddings for each layer, shared keys and values.
+    """
+    check(two, Asked(checkpoint(name), experts="ep", budget=40), STATES_TOLERANCE)
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
