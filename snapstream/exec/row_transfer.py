@@ -21,7 +21,7 @@ from torch import Tensor
 from snapstream.exec.results import HostCopy
 from snapstream.kv import layout
 from snapstream.kv.cache import KVCache
-from snapstream.kv.spec import Shared
+from snapstream.kv.spec import Full, Shared
 from snapstream.models.decoder import Decoder
 from snapstream.step import KVReceived, PrefillEntry
 
@@ -76,7 +76,7 @@ class RowParts:
 
     def _heads(self, layer: int) -> tuple[int, slice]:
         """How many kv heads a layer's part of a row has on the wire, and those of this rank."""
-        if self._cache.heads is not None or self._cache.state(layer):
+        if self._cache.heads is not None or not isinstance(self._cache.spec.layers[layer], Full):
             return 1, slice(0, 1)
         whole, local = (spec.slots_of(layer).num_kv_heads for spec in (self._whole, self._cache.spec))
         first = self._group.rank * whole // self._group.size

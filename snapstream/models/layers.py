@@ -271,8 +271,8 @@ class MlpBesideExperts:
         raise TypeError("an MLP beside experts reads the residual stream")
 
     def of_norm(self, given: SumNorm) -> Tensor:
-        """See ``Mlp``; ``given`` has the norm of the MLP. Of several ranks, which norm sums of both parts, the first has
-        all of the output.
+        """See ``Mlp``; ``given`` has the norm of the MLP. Ranks norm the sums of both parts; the first gives all of the
+        output.
         """
         output = self._group.all_reduce(self._mlp.of_norm(given))
         mlp = self._kernels.rms_norm(output, self._mlp_norm, self._eps)

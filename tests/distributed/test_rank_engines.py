@@ -121,11 +121,17 @@ def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("deepseek-v3"), tmp_path_factory.mktemp("latents"))
 
 
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kv head that both ranks have, or two with windows."""
+    return save(make_model("mimo-v2-panels"), tmp_path_factory.mktemp("uneven"))
+
+
 @pytest.mark.parametrize(
     ("name", "attention", "kv_dtype"),
     [
         ("letters", "tp", "auto"), ("letters", "tp", "int8"), ("letters", "tp", "fp8"),
-        ("latents", "tp", "auto"), ("latents", "dp", "auto"), ("latents", "dp", "fp8"),
+        ("latents", "tp", "auto"), ("latents", "dp", "auto"), ("latents", "dp", "fp8"), ("uneven", "tp", "auto"),
     ],
 )  # fmt: skip
 def test_a_row_that_ranks_gather_is_that_of_one_device(

@@ -759,6 +759,16 @@ DEFAULTS: dict[str, tuple[dict[str, Any], int]] = {
          "max_position_embeddings": 2048, "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000},
         6_738_677_760,
     ),
+    "HYV4Config": (  # without its indexer
+        {"architectures": ["HYV4ForCausalLM"], "hidden_size": 2816, "intermediate_size": 6912,
+         "max_position_embeddings": 262144, "num_attention_heads": 32, "num_hidden_layers": 34, "vocab_size": 120832},
+        58_242_686_701,
+    ),
+    "Glm5NextConfig": (  # the same
+        {"architectures": ["Glm5NextForConditionalGeneration"], "hidden_size": 4096, "intermediate_size": 12288,
+         "max_position_embeddings": 1048576, "num_attention_heads": 64, "num_hidden_layers": 45, "vocab_size": 154880},
+        313_244_621_374,
+    ),
     "AfmoeConfig": (
         {"architectures": ["AfmoeForCausalLM"], "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144,
          "max_position_embeddings": 16384, "moe_intermediate_size": 1408, "num_attention_heads": 16,
@@ -1328,6 +1338,19 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({**M3, "qk_norm_type": "per_layer"}, "qk_norm_type is 'per_layer'; of this architecture it must be 'per_head'"),
     ({**M3, "sparse_attention_config": [1]}, r"sparse_attention_config is \[1\]; it must be an object of settings"),
     ({**M3, "swiglu_limit": 0.0}, "swiglu_limit is 0.0; it must be a number over 0"),
+    ({**DEFAULTS["HYV4Config"][0], "hc_mult": 1}, "1 residual streams are not supported; 2 to 16 are"),
+    ({**DEFAULTS["HYV4Config"][0], "hc_eps": 0}, "hc_eps is 0; it must be a number over 0"),
+    ({**DEFAULTS["HYV4Config"][0], "attention_bias": True}, "attention_bias is true"),
+    ({**DEFAULTS["Glm5NextConfig"][0], "hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters is 0; it must be >= 1"),
+    ({**DEFAULTS["Glm5NextConfig"][0], "hc_sinkhorn_iters": 5000}, "hc_sinkhorn_iters is 5000; it must be 0 to 1000"),
+    (
+        {**DEFAULTS["Glm5NextConfig"][0], "qk_rope_head_dim": 64},
+        "qk_rope_head_dim is 64; of this architecture it must be 0",
+    ),
+    (
+        {**DEFAULTS["Glm5NextConfig"][0], "linear_attn_config": 3},
+        "linear_attn_config is 3; it must be an object of settings",
+    ),
     ({**PUBLISHED["MiMo-V2-Flash"][0], "hybrid_layer_pattern": "x"}, "layer_types is 'x'; it must be a list"),
     (
         {**PUBLISHED["MiMo-V2-Flash"][0], "hybrid_layer_pattern": [0, 1]},
