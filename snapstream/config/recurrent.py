@@ -111,6 +111,7 @@ class Mamba2:
     has_bias: bool = False  # of the projections
     has_norm: bool = True  # of each group of the output
     in_multipliers: tuple[float, ...] = ()  # of gates, inputs, B, C and steps as projected (Falcon-H1)
+    ranks_of_group: int = 1  # that have some heads of it each
 
     def __post_init__(self) -> None:
         for name in ("heads", "head_dim", "groups", "state_dim"):
@@ -143,9 +144,16 @@ class Mamba2:
         return (("inputs", (self.kernel - 1, self.channels)), ("memory", (self.heads, self.state_dim, self.head_dim)))
 
     def of_rank(self, num_ranks: int) -> Mamba2:
-        """What each of several ranks computes: its groups, whose outputs are normed together, with their heads."""
-        _check_split("groups of Mamba-2", self.groups, num_ranks)
-        return replace(self, heads=self.heads // num_ranks, groups=self.groups // num_ranks)
+        """What each of several ranks computes: its groups with their heads, or some heads of one group."""
+        _check_split("heads of Mamba-2", self.heads, num_ranks)
+        check(
+            self.groups % num_ranks == 0 or num_ranks % self.groups == 0,
+            f"{self.groups} groups of Mamba-2 cannot be split over {num_ranks} ranks",
+        )
+        return replace(
+            self, heads=self.heads // num_ranks, groups=max(self.groups // num_ranks, 1),
+            ranks_of_group=max(num_ranks // self.groups, 1),
+        )  # fmt: skip
 
 
 Recurrent = ShortConv | DeltaNet | Mamba2

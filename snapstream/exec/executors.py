@@ -421,6 +421,7 @@ def _why_not(model: ModelConfig, config: EngineConfig) -> str | None:
         "embeddings for each layer": model.per_layer_dim > 0,
         "attention and recurrence side by side": model.has_parallel_recurrence,
         "experts beside an MLP": model.moe is not None and model.moe.is_beside_mlp,
+        "fewer groups of Mamba-2 than ranks": isinstance(net := model.recurrent, Mamba2) and net.groups < parallel.size,
     }  # fmt: skip
     if found := [name for name, has in one_rank.items() if has]:
         return f"{model.architecture} has {found[0]}, which it runs on one rank"

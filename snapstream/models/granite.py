@@ -244,7 +244,8 @@ def _tensors(config: ModelConfig) -> TensorSpecs:
     is_fused = config.has_fused_gate_up
     specs = {**decoder_tensors(replace(config, has_fused_experts=is_fused)), **mamba_tensors(config, "mamba")}
     if config.moe is not None and config.moe.num_shared and is_fused:
-        specs["shared_gate_up"] = replace(specs["shared_gate_up"], parts={"mlp.gate_up_proj.weight": ()})
+        name, inner = "mlp.gate_up_proj.weight", config.moe.shared_inner
+        specs["shared_gate_up"] = replace(specs["shared_gate_up"], parts={name: ()}, segments={name: (inner, inner)})
     return renamed(specs, NAMES)
 
 

@@ -146,8 +146,17 @@ class Mamba2Layer(DenseLayer):
         if self._out_norm is None:
             return gated.to(projected.dtype)
         grouped = gated.unflatten(1, (self._net.groups, -1))
-        normed = grouped.mul_(torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps))
+        squares = self._over_ranks(grouped.square().mean(-1, keepdim=True))
+        normed = grouped.mul_(torch.rsqrt(squares + self._eps))
         return normed.flatten(1).mul_(self._out_norm).to(projected.dtype)
+
+    def _over_ranks(self, means: Tensor) -> Tensor:
+        """Means of a group ``[T', groups, 1]`` over the heads of all ranks that share it."""
+        if (shared := self._net.ranks_of_group) == 1:
+            return means
+        of_ranks = self._group.all_gather(means[:, 0], 1)  # [T', ranks]
+        first = self._group.rank // shared * shared
+        return of_ranks[:, None, first : first + shared].mean(-1, keepdim=True)
 
     def _recur(self, inputs: Tensor, states: Mapping[str, Tensor]) -> Tensor:
         """A ``Recurrence`` over ``x | B | C | dt``, ``[S, n, C + H]``; outputs ``[S, n, I]`` fp32."""

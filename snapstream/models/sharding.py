@@ -156,12 +156,7 @@ def rank_config(
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
     if parallel.attention == "dp" and model.recurrent_layers:
         raise ValueError("attention is 'dp', which is not supported beside recurrent layers")
-    if model.has_fused_gate_up and model.moe is not None:
-        raise ValueError(
-            f"{model.architecture} checkpoints with experts have gate and up in one tensor, which is not split over "
-            "ranks; use 1 rank"
-        )
-    if model.has_fused_experts and parallel.experts == "tp":
+    if (model.has_fused_experts or (model.has_fused_gate_up and model.moe is not None)) and parallel.experts == "tp":
         raise ValueError(
             f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
             f"'ep' or 1 rank ({model.architecture})"
@@ -183,11 +178,13 @@ def rank_config(
     inner = model.intermediate_size
     if model.dense_layers:
         inner = _padded_share(inner, size, unit)
-    if model.has_fused_gate_up and inner * size != model.intermediate_size:
-        raise ValueError(
-            f"{model.architecture} checkpoints have gate and up in one tensor, of {model.intermediate_size} rows each, "
-            f"which are not split evenly over {size} ranks"
-        )
+    shared = (0, 0) if moe is None or model.moe is None else (moe.shared_inner, model.moe.shared_inner)
+    for part, total in ((inner, model.intermediate_size if model.dense_layers else inner * size), shared):
+        if model.has_fused_gate_up and part * size != total:
+            raise ValueError(
+                f"{model.architecture} checkpoints have gate and up in one tensor, of {total} rows each, which are not "
+                f"split evenly over {size} ranks"
+            )
     own = replace(
         model,
         num_heads=num_heads,

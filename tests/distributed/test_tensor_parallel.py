@@ -70,6 +70,8 @@ MORE = {
     "ministral3-halves": ("ministral3", {"num_key_value_heads": 2}),
     "phi3-halves": ("phi3-longrope", {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "gemma4-halves": ("gemma4", HALVES),
+    "granite-hybrid-group": ("granite-hybrid", {"mamba_n_groups": 1}),
+    "granite-hybrid-experts": ("granite-hybrid-moe", {"mamba_n_groups": 1}),
     "cohere-plus-halves": ("cohere-plus", HALVES),
     "olmo2-halves": ("olmo2", HALVES),
     "olmoe-halves": ("olmoe", HALVES),
@@ -143,11 +145,11 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["olmo2-halves", "olmo3", "olmoe-halves", "minimax-m2-halves", "olmo-hybrid-halves", "gemma4-shared",
-     "gemma4-moe"],
+     "gemma4-moe", "granite-hybrid-group", "granite-hybrid-experts"],
 )  # fmt: skip
 def test_what_ranks_compute_eagerly(two: Pool, checkpoint: Checkpoint, name: str) -> None:
-    """Norms over the heads of all ranks, of keys that both may have (olmo3), and of the sums of an MLP and of experts;
-    embeddings for each layer, shared keys and values.
+    """Norms over the heads of all ranks, of keys that both may have (olmo3), of a group of Mamba-2, and of the sums of
+    an MLP and of experts; embeddings for each layer, shared keys and values.
     """
     check(two, Asked(checkpoint(name), experts="ep", budget=40), STATES_TOLERANCE)
 
@@ -177,7 +179,7 @@ def test_other_recipes_in_looped_steps(two: Pool, checkpoint: Checkpoint, name: 
 
 
 def test_whole_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint) -> None:
-    for name in ("mistral4", "hy-v4", "step3.7"):
+    for name in ("mistral4", "hy-v4", "step3.7", "granite-moe-shared"):
         check(two, Asked(checkpoint(name), experts="ep", budget=40))
 
 

@@ -15,6 +15,7 @@ from snapstream.cli import main
 from snapstream.config import AutoCount, EngineConfig, EngineOptions, Settings, WeightFormat
 from snapstream.config.kv import HeadProfile
 from snapstream.config.model import HeadSizes, LatentConfig
+from snapstream.config.recurrent import Mamba2
 from snapstream.config.values import format_bytes
 from snapstream.config.weights import StoredWeights
 from snapstream.kv.spec import KVSpec
@@ -376,6 +377,24 @@ def test_ranks_of_one_machine_loop_and_others_say_why_not() -> None:
             decided(machine, **given | {"executor": "looped"})
     options = EngineOptions(dtype="float32", tensor_parallel=2, local_ranks=1, master_addr="host:7690")
     assert "several machines" in describe_decode(LLAMA_1B, options, decided(LAPTOP, **apart))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"has_whole_qk_norm": True, "tie_word_embeddings": False}, "norms over all heads"),
+        ({"qk_norm": True, "kv_sources": (0,) * 16}, "shared keys and values"),
+        ({"recurrent": Mamba2(heads=8, head_dim=8, groups=1, state_dim=8, kernel=4), "recurrent_layers": (0,)},
+         "fewer groups of Mamba-2 than ranks"),
+    ],
+)  # fmt: skip
+def test_what_ranks_decode_eagerly(changes: dict[str, Any], why: str) -> None:
+    model = replace(LLAMA_1B, **changes)
+    options = EngineOptions(dtype="float32", max_rows=1, tensor_parallel=2, device="cpu")
+    assert resolve(model, replace(options, tensor_parallel=1), LAPTOP).executor == "looped"
+    assert resolve(model, options, LAPTOP).executor == "eager"
+    with pytest.raises(ValueError, match=f"has {why}, which it runs on one rank; use 'eager'"):
+        resolve(model, replace(options, executor="looped"), LAPTOP)
 
 
 def test_a_gpu_captures_no_choice_among_experts_in_codes() -> None:
