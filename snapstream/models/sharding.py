@@ -156,11 +156,6 @@ def rank_config(
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
     if parallel.attention == "dp" and model.recurrent_layers:
         raise ValueError("attention is 'dp', which is not supported beside recurrent layers")
-    if (model.has_fused_experts or (model.has_fused_gate_up and model.moe is not None)) and parallel.experts == "tp":
-        raise ValueError(
-            f"this checkpoint has gate and up of all experts in one tensor, which is not split over ranks; use experts "
-            f"'ep' or 1 rank ({model.architecture})"
-        )
     if model.altup is not None:
         raise ValueError(
             f"{model.architecture} cuts the gates of an MLP by how all of them spread, which are not split over ranks; "
@@ -178,6 +173,12 @@ def rank_config(
     inner = model.intermediate_size
     if model.dense_layers:
         inner = _padded_share(inner, size, unit)
+    is_fused = model.has_fused_experts or model.has_fused_gate_up
+    if model.moe and moe and is_fused and parallel.experts == "tp" and moe.inner * size != model.moe.inner:
+        raise ValueError(
+            f"this {model.architecture} has gate and up of all experts in one tensor, of {model.moe.inner} rows each, "
+            f"which are not split evenly over {size} ranks; use experts 'ep'"
+        )
     shared = (0, 0) if moe is None or model.moe is None else (moe.shared_inner, model.moe.shared_inner)
     for part, total in ((inner, model.intermediate_size if model.dense_layers else inner * size), shared):
         if model.has_fused_gate_up and part * size != total:
@@ -335,10 +336,11 @@ def cuts_of(share: Share) -> dict[str, Cut]:
     for part in checkpoint_parts(own_specs, share.own.num_layers):
         whole, spec = wholes[part.name].shape, own_specs[part.target]
         slices = slice_of(whole, part.shape, share.rank, share.num_ranks, is_padded=spec.is_padded)
-        if part.segments and whole != part.shape:
+        if part.segments != wholes[part.name].segments:
             rows = _own_rows(wholes[part.name].segments, part.segments, share)
             part = part._replace(row_order=rows if part.row_order is None else [rows[row] for row in part.row_order])
-            slices = (slice(0, whole[0]), *slices[1:])
+            dim = part.row_dim + part.is_transposed
+            slices = (*slices[:dim], slice(0, whole[dim]), *slices[dim + 1 :])
         found[part.name] = cut = Cut(part, whole, slices)
         if whole != part.shape:
             _check_dim(cut, spec, share.num_ranks)

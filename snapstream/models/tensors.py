@@ -482,15 +482,19 @@ def expert_tensors(config: ModelConfig, names: ExpertNames | None = None) -> Ten
             gate_up[f"{prefix}.{names.gate}.weight"] = (at, slice(gates))
         gate_up[f"{prefix}.{names.up}.weight"] = (at, slice(gates, None))
         down[f"{prefix}.{names.down}.weight"] = (at,)
+    segments: dict[str, tuple[int, ...]] = {}
     if config.has_fused_experts:
         gate_up, down = {f"{names.prefix}.experts.gate_up_proj": ()}, {f"{names.prefix}.experts.down_proj": ()}
+        segments = {f"{names.prefix}.experts.gate_up_proj": (gates, inner)}
     width = moe.latent or hidden  # of what the experts that are routed to read and give
     stack = partial(
         TensorSpec, layers=layers, per_expert=True, is_padded=True, is_transposed=config.has_transposed_experts
     )
     specs = {
         "router": in_fp32(f"{names.prefix}.gate.weight", moe.num_experts, hidden, layers=layers),
-        "experts_gate_up": stack(shape=(len(moe.own), gates + inner, width), parts=gate_up, shard_dim=1),
+        "experts_gate_up": stack(
+            shape=(len(moe.own), gates + inner, width), parts=gate_up, segments=segments, shard_dim=1
+        ),
         "experts_down": stack(shape=(len(moe.own), width, inner), parts=down, shard_dim=2),
     }
     if moe.latent:

@@ -68,9 +68,10 @@ def test_experts_and_latents(two: Pool, checkpoint: Checkpoint, name: str, exper
     check(two, looped(checkpoint(name), experts=experts))
 
 
+@pytest.mark.parametrize("experts", ["tp", "ep"])
 @pytest.mark.parametrize("name", ["hy-v4", "step3.7"])
-def test_whole_experts(two: Pool, checkpoint: Checkpoint, name: str) -> None:
-    check(two, looped(checkpoint(name), experts="ep"))
+def test_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
+    check(two, looped(checkpoint(name), experts=experts))
 
 
 @pytest.mark.parametrize("width", ["bfloat16", "int8", "int4", "uint4"])

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
 from benchmarks.stand_ins import Pretend
 from snapstream import LLM, SamplingParams
@@ -40,7 +42,8 @@ from tests.distributed import cases
 from tests.distributed.cases import PROMPTS, UNLIKE, Asked
 from tests.distributed.pairs import Pair
 from tests.distributed.pool import Pool
-from tests.parity.checkpoints import make_model, save
+from tests.parity.checkpoints import SIZES, make_model, save
+from tests.parity.test_decoder_parity import WITH_TOWERS
 from tests.parity.test_latents import DELTA_MIXTURE, DELTA_SIZES, narrowed
 from tests.parity.test_mxfp4 import narrowed as packed_experts
 
@@ -145,13 +148,13 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["olmo2-halves", "olmo3", "olmoe-halves", "minimax-m2-halves", "olmo-hybrid-halves", "gemma4-shared",
-     "gemma4-moe", "granite-hybrid-group", "granite-hybrid-experts"],
+     "granite-hybrid-group", "granite-hybrid-experts"],
 )  # fmt: skip
 def test_what_ranks_compute_eagerly(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     """Norms over the heads of all ranks, of keys that both may have (olmo3), of a group of Mamba-2, and of the sums of
     an MLP and of experts; embeddings for each layer, shared keys and values.
     """
-    check(two, Asked(checkpoint(name), experts="ep", budget=40), STATES_TOLERANCE)
+    check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
 
 
 @pytest.mark.parametrize("experts", ["tp", "ep"])
@@ -178,9 +181,24 @@ def test_other_recipes_in_looped_steps(two: Pool, checkpoint: Checkpoint, name: 
     check(two, Asked(checkpoint(name), executor="looped", budget=40))
 
 
-def test_whole_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint) -> None:
-    for name in ("mistral4", "hy-v4", "step3.7", "granite-moe-shared"):
-        check(two, Asked(checkpoint(name), experts="ep", budget=40))
+@pytest.mark.parametrize("experts", ["tp", "ep"])
+@pytest.mark.parametrize("name", ["mistral4", "hy-v4", "step3.7", "granite-moe-shared", "gemma4-moe"])
+def test_experts_of_one_tensor(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
+    """Of its rows each rank takes a part of those of gate, and of those of up."""
+    check(two, Asked(checkpoint(name), experts=experts, budget=40), STATES_TOLERANCE)
+
+
+def test_experts_of_one_transposed_tensor(two: Pool, tmp_path: Path) -> None:
+    """As Qwen3-VL is published."""
+    text, around = WITH_TOWERS["Qwen3VLMoe"]
+    config = transformers.Qwen3VLMoeConfig(text_config={**SIZES, **text}, **around)
+    save(transformers.Qwen3VLMoeForConditionalGeneration(config).float(), tmp_path)
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if ".mlp.experts." in name else tensor
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    check(two, Asked(tmp_path, budget=40))
 
 
 @pytest.mark.parametrize("executor", ["eager", "looped"])

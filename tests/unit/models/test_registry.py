@@ -796,9 +796,15 @@ def test_not_split_over_ranks(name: str, problem: str) -> None:
         rank_config(model_config_from_dict(PUBLISHED[name][0]), ParallelConfig(size=2))
 
 
-def test_experts_of_one_tensor_are_not_cut() -> None:
+def test_experts_of_one_tensor_are_not_padded() -> None:
     model = replace(model_config_from_dict(PUBLISHED["Mistral-Small-4-119B-2603"][0]), has_fused_experts=True)
-    with pytest.raises(ValueError, match="gate and up of all experts in one tensor.*use experts 'ep' or 1 rank"):
+    assert model.moe is not None
+    halves, moe = rank_config(model, ParallelConfig(size=2)), replace(model.moe, inner=model.moe.inner - 1)
+    assert halves.moe is not None and 2 * halves.moe.inner == model.moe.inner
+    model = replace(model, moe=moe)
+    with pytest.raises(
+        ValueError, match="of 2047 rows each, which are not split evenly over 2 ranks; use experts 'ep'"
+    ):
         rank_config(model, ParallelConfig(size=2))
     assert rank_config(model, ParallelConfig(size=2, experts="ep")).moe is not None
 
