@@ -339,13 +339,18 @@ class SparseGLU:
     off, and are 0 below (Spark Transformer, arXiv 2506.06644, section 2).
     """
 
-    def __init__(self, gate_up: Matrix, down: Matrix, deviations: float, kernels: Kernels) -> None:
+    def __init__(self, gate_up: Matrix, down: Matrix, deviations: float, kernels: Kernels, group: Group) -> None:
         self._gate_up, self._down, self._kernels, self._deviations = gate_up, down, kernels, deviations
+        self._group = group
 
     def __call__(self, x: Tensor) -> Tensor:
         gate_up = self._gate_up.multiply(x, None, self._kernels)
         gates = gate_up[:, : gate_up.shape[1] // 2]
         deviation, mean = torch.std_mean(gates, -1, correction=0, keepdim=True)
+        if (size := self._group.size) > 1:  # each has as many
+            moments = torch.stack((mean, deviation.square().add_(mean.square()))).to(torch.float32)
+            mean, square = self._group.all_reduce(moments) / size
+            mean, deviation = mean.to(gates.dtype), (square - mean.square()).clamp_(min=0.0).sqrt_().to(gates.dtype)
         gates.sub_(mean.add_(deviation, alpha=self._deviations)).relu_()
         return self._down.multiply(geglu(gate_up), None, self._kernels)
 

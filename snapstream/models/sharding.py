@@ -156,11 +156,6 @@ def rank_config(
         raise ValueError("attention is 'dp', which needs latent attention; this model keeps keys and values per head")
     if parallel.attention == "dp" and model.recurrent_layers:
         raise ValueError("attention is 'dp', which is not supported beside recurrent layers")
-    if model.altup is not None:
-        raise ValueError(
-            f"{model.architecture} cuts the gates of an MLP by how all of them spread, which are not split over ranks; "
-            "use 1 rank"
-        )
     num_heads, num_kv_heads = model.num_heads, model.num_kv_heads
     if parallel.attention == "tp":
         num_heads, num_kv_heads = _own_heads(num_heads, num_kv_heads, size)
@@ -173,6 +168,11 @@ def rank_config(
     inner = model.intermediate_size
     if model.dense_layers:
         inner = _padded_share(inner, size, unit)
+    if model.altup is not None and inner * size != model.intermediate_size:
+        raise ValueError(
+            f"{model.architecture} cuts the {model.intermediate_size} gates of an MLP by how they spread; they are not "
+            f"split evenly over {size} ranks"
+        )
     is_fused = model.has_fused_experts or model.has_fused_gate_up
     if model.moe and moe and is_fused and parallel.experts == "tp" and moe.inner * size != model.moe.inner:
         raise ValueError(

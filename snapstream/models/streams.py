@@ -50,7 +50,7 @@ class AltUpLayer(DenseLayer):
         self._attention_multiplier = math.sqrt(0.5)
         if config.altup.sparsities[index]:
             own = weights.matrix("gate_up"), weights.matrix("down")
-            self._mlp = SparseGLU(*own, config.altup.deviations(index), kernels)
+            self._mlp = SparseGLU(*own, config.altup.deviations(index), kernels, group)
         self._router = stream_router(weights)
         self._prediction, self._correction = weights.vector("stream_prediction"), weights.vector("stream_correction")
         self._left, self._right = weights.matrix("laurel_in"), weights.matrix("laurel_out")

@@ -73,6 +73,7 @@ MORE = {
     "ministral3-halves": ("ministral3", {"num_key_value_heads": 2}),
     "phi3-halves": ("phi3-longrope", {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}),
     "gemma4-halves": ("gemma4", HALVES),
+    "gemma3n-halves": ("gemma3n", HALVES),
     "granite-hybrid-group": ("granite-hybrid", {"mamba_n_groups": 1}),
     "granite-hybrid-experts": ("granite-hybrid-moe", {"mamba_n_groups": 1}),
     "cohere-plus-halves": ("cohere-plus", HALVES),
@@ -148,11 +149,12 @@ def test_recurrent_layers(two: Pool, checkpoint: Checkpoint, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["olmo2-halves", "olmo3", "olmoe-halves", "minimax-m2-halves", "olmo-hybrid-halves", "gemma4-shared",
+     "gemma3n-halves",
      "granite-hybrid-group", "granite-hybrid-experts"],
 )  # fmt: skip
 def test_what_ranks_compute_eagerly(two: Pool, checkpoint: Checkpoint, name: str) -> None:
     """Norms over the heads of all ranks, of keys that both may have (olmo3), of a group of Mamba-2, and of the sums of
-    an MLP and of experts; embeddings for each layer, shared keys and values.
+    an MLP and of experts; embeddings for each layer, shared keys and values; gates cut by the deviation of all.
     """
     check(two, Asked(checkpoint(name), budget=40), STATES_TOLERANCE)
 

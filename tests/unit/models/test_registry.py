@@ -18,7 +18,7 @@ from snapstream.config.model import AltUp, HeadSizes, LatentConfig, LengthScale,
 from snapstream.config.recurrent import Mamba2
 from snapstream.kv.spec import KVSpec
 from snapstream.models.registry import FAMILIES, model_config_from_dict, read_model_config
-from snapstream.models.sharding import active_parameters, num_parameters, rank_config
+from snapstream.models.sharding import Share, active_parameters, cuts_of, num_parameters, rank_config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 1000,
@@ -785,15 +785,12 @@ def test_published_models_have_their_number_of_parameters(name: str) -> None:
     assert num_parameters(model_config_from_dict(settings)) == count
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("gemma-3n-E2B-it", "Gemma3nForConditionalGeneration cuts the gates of an MLP.*use 1 rank"),
-    ],
-)
-def test_not_split_over_ranks(name: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        rank_config(model_config_from_dict(PUBLISHED[name][0]), ParallelConfig(size=2))
+@pytest.mark.parametrize("name", [*PUBLISHED, *DEFAULTS])
+def test_every_model_is_split_over_two_ranks(name: str) -> None:
+    model = model_config_from_dict((PUBLISHED | DEFAULTS)[name][0])
+    ranks = [Share.of(model, ParallelConfig(size=2), rank) for rank in range(2)]
+    assert all(cuts_of(share) for share in ranks)
+    assert num_parameters(ranks[0].own) < num_parameters(model)
 
 
 def test_experts_of_one_tensor_are_not_padded() -> None:
@@ -831,8 +828,8 @@ def test_gemma_3n_shares_keys_and_values_over_residual_streams() -> None:
     assert model.kv_sources == (*range(20), *((18,) * 4 + (19,)) * 2)
     assert (model.rope.theta, model.window_rope) == (1e6, RopeConfig(theta=1e4))
     assert model.full_layers == (4, 9, 14, 19)
-    with pytest.raises(ValueError, match="cuts the gates of an MLP by how all of them spread"):
-        rank_config(model, ParallelConfig(size=2))
+    with pytest.raises(ValueError, match="cuts the 8191 gates of an MLP by how they spread; .* evenly over 2 ranks"):
+        rank_config(replace(model, intermediate_size=8191), ParallelConfig(size=2))
 
 
 def test_gemma_2_caps_scores_in_windows_of_every_second_layer() -> None:
