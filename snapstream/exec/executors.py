@@ -141,8 +141,8 @@ def why_not_speculative(model: ModelConfig, config: EngineConfig) -> str | None:
     """Why an engine of this config cannot verify drafted tokens; None where it can."""
     if (reason := executor_of(config.executor).why_not_drafts(model)) is not None:
         return f"executor {config.executor!r}: {reason}"
-    if model.has_uneven_layers:
-        return f"{model.architecture} has layers that differ in their heads, whose slots are not restored"
+    if model.kv_sources is not None:  # a ring has the keys of later drafts when the layers that share it are computed
+        return f"{model.architecture} has layers that share keys and values"
     if (size := config.parallel.size) > 1 and config.device.startswith("cuda"):
         return f"several ranks (tensor_parallel {size}) verify drafts on a CPU only"
     if config.parallel.dp_size > 1:

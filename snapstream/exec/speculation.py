@@ -463,13 +463,11 @@ class SlotBackup:
     """Copies of the slots, in all layers that have some, that the drafted entries of a batch are written to."""
 
     def __init__(self, parts: StepParts, batch: DraftBatch) -> None:
-        self._cache = cache = parts.cache
-        self._device = parts.decoder.device
+        cache, self._device = parts.cache, parts.decoder.device
         self._drafted = batch.ahead.nonzero().squeeze(1)  # entries
         rows, ahead = (upload(own[self._drafted], torch.int64, self._device) for own in (batch.rows, batch.ahead))
-        places = parts.rows.places(rows, cache.spec, ahead, cache.heads)
-        self._slots = cache.slot_indices(places)  # [L', drafted, G]
-        self._kept = [stored[self._slots] for stored in cache.flat()]
+        self._slots = cache.slots_at(parts.rows.places(rows, cache.spec, ahead, cache.heads))
+        self._kept = [stored[slots] for stored, slots in self._slots]
 
     def restore(self, batch: DraftBatch, counts: Sequence[int]) -> None:
         """Put back what rejected entries overwrote; each row has accepted so many entries."""
@@ -477,6 +475,5 @@ class SlotBackup:
         sizes = torch.diff(torch.tensor((*batch.starts, len(batch.rows))))
         is_rejected = (torch.arange(len(batch.rows)) >= ends.repeat_interleave(sizes))[self._drafted]
         rejected = upload(is_rejected.nonzero().squeeze(1), torch.int64, self._device)
-        slots = self._slots[:, rejected]
-        for stored, kept in zip(self._cache.flat(), self._kept, strict=True):
-            stored[slots] = kept[:, rejected]
+        for (stored, slots), kept in zip(self._slots, self._kept, strict=True):
+            stored[slots[:, rejected]] = kept[:, rejected]

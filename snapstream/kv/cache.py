@@ -342,19 +342,28 @@ class KVCache:
             found.append((self.slots(stored, layer, row, span), scale))
         return found[:1] if self.spec.values_are_keys else found
 
-    def flat(self) -> list[Tensor]:
-        """K, V and per-slot scales, each with an entry per slot of all rows, as ``slot_indices`` counts them."""
+    def slots_at(self, places: Sequence[RowPlaces]) -> list[tuple[Tensor, Tensor]]:
+        """K, V and per-slot scales, each with an entry per slot, and the indices there ``[L', B, G]`` of the slots of
+        ``places`` (by layer) in L' layers.
+        """
         stored = [self.k] if self.spec.values_are_keys else [self.k, self.v]
         sides = zip((self.k_scale, self.v_scale), self.encodings, strict=True)
         scales = [scale for scale, encoding in sides if encoding.format.scales == "slot"][: len(stored)]
-        per_slot = [(own, own.shape[-1]) for own in stored]
-        flat = [own.view(-1, width) for own, width in per_slot]
-        return [*flat, *(own.view(-1) for own in scales if own is not None)]
+        per_slot = [own for own in scales if own is not None]
+        if not self.spec.is_uneven:
+            flat = [*(own.view(-1, own.shape[-1]) for own in stored), *(own.view(-1) for own in per_slot)]
+            index = self._slot_indices(places)
+            return [(own, index) for own in flat]
+        found = []
+        for layer in self.spec.slot_layer_indices:
+            heads, own = self._layer_heads[layer], places[layer]
+            firsts = own.rows[:, None] * heads + torch.arange(heads, device=own.rows.device)  # [B, G]
+            index = (firsts * self.layer_slots[layer] + own.slots[:, None])[None]
+            found += [(self._block(tensor, layer).flatten(0, 2), index) for tensor in (*stored, *per_slot)]
+        return found
 
-    def slot_indices(self, places: Sequence[RowPlaces]) -> Tensor:
-        """Indices ``[L', B, G]`` in ``flat`` of the slots of ``places`` (by layer) in the layers that have some, those
-        with per-head budgets first.
-        """
+    def _slot_indices(self, places: Sequence[RowPlaces]) -> Tensor:
+        """Those of all layers that have slots, where all have heads of one size; layers with per-head budgets first."""
         layers, heads = self.spec.slot_layer_indices, self.spec.num_kv_heads
         own = [layer for layer in layers if self.has_own_heads(layer)]
         blocks = [layer for layer in layers if layer not in own] if own else layers
