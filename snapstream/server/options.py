@@ -105,6 +105,17 @@ def answered_hosts(host: str, allowed: Sequence[str]) -> tuple[str, ...]:
     return ("localhost", *allowed) if allowed or is_loopback(host) else ()
 
 
+def is_base_url(url: str) -> bool:
+    """Whether paths can be appended to ``url``: http or https, with a host, and no query."""
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:  # a port that is no number or above 65535, half an IPv6 address
+        return False
+    is_whole = not any(char.isspace() for char in url)
+    return parts.scheme in ("http", "https") and has_host and is_whole and not (parts.query or parts.fragment)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ListenOptions:
     """Where a server listens, under which names it serves the model, and for whom."""
@@ -346,7 +357,7 @@ class ProxyOptions(RequestLimits):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _is_base_url(self.upstream):
+        if not is_base_url(self.upstream):
             raise ValueError(f"upstream is {self.upstream!r}; it must be of the form http(s)://host[:port][/path]")
         refuse_blank(UPSTREAM_KEY_VARIABLE)
         check_keys((*self.api_keys, *(() if self.upstream_key is None else (self.upstream_key,))))
@@ -369,13 +380,3 @@ class ProxyOptions(RequestLimits):
         """Scheme, host and port of the upstream, for logs: the rest of the URL may hold secrets."""
         parts = urlsplit(self.upstream)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-
-
-def _is_base_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        has_host = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:  # a port that is no number or above 65535, half an IPv6 address
-        return False
-    is_whole = not any(char.isspace() for char in text)
-    return parts.scheme in ("http", "https") and has_host and is_whole and not (parts.query or parts.fragment)

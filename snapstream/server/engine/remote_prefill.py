@@ -37,6 +37,7 @@ from snapstream.disaggregation.protocol import (
 from snapstream.engine.core import TicketIssued
 from snapstream.engine.worker import Reissue, ToEngine
 from snapstream.server.engine.api import EngineDead, EngineMetadata, RequestDelta
+from snapstream.server.options import is_base_url
 from snapstream.step import KVTransferFailed
 from snapstream.types import FinishReason, Request, RowTicket
 
@@ -196,10 +197,9 @@ class _Server:
 def check_urls(urls: Sequence[str]) -> tuple[str, ...]:
     """Addresses of servers, without a slash at the end. ValueError for one that would get prompts unencrypted."""
     for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+        if not is_base_url(url) or (parts := urlsplit(url)).username:
             raise ValueError(f"--prefill is {url!r}; it must be an address like https://host:8000")
-        if parts.scheme == "http" and not is_loopback(parts.hostname):
+        if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             raise ValueError(f"--prefill is {url!r}, on another machine and without TLS; prompts need https there")
     if len(set(urls)) != len(urls):
         raise ValueError(f"--prefill names a server twice: {', '.join(urls)}")

@@ -284,7 +284,8 @@ def test_a_request_that_nobody_can_be_asked_for_is_the_callers_fault() -> None:
 
 def test_addresses_of_servers() -> None:
     assert check_urls(["http://127.0.0.1:1/", "https://far:2"]) == ("http://127.0.0.1:1", "https://far:2")
-    for wrong in ("far:1", "http://far", "https://user@far", "https://far/?a=1"):
+    for wrong in ("far:1", "http://far", "HTTP://far", "https://user@far", "https://far/?a=1", "https://far:abc",
+                  "https://far:99999", "https://far:80 01", "https://far#a"):  # fmt: skip
         with pytest.raises(ValueError, match="--prefill is"):
             check_urls([wrong])
 
