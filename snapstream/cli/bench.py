@@ -23,7 +23,7 @@ from snapstream.assets import TINY_MODEL
 from snapstream.cli.flags import ENGINE_ALIASES, Flags
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.config.engine import setting
-from snapstream.config.values import as_count, check, format_bytes
+from snapstream.config.values import as_count, check, format_bytes, num_cores
 from snapstream.types import SamplingParams
 from snapstream.version import __version__
 
@@ -218,7 +218,7 @@ def describe(model: Path, llm: LLM, read_rate: float, *, is_random: bool) -> dic
     own, config = llm.model_config, llm.config
     size = format_bytes(weight_bytes(own, config.dtype, config.weights))
     name = (model.resolve().parent if model.is_file() else model.resolve()).name if model.exists() else str(model)
-    threads = os.environ.get("OMP_NUM_THREADS") or str(len(os.sched_getaffinity(0)))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(num_cores())
     where = f", {instruction_sets()[0]}, {threads} threads" * config.device.startswith("cpu")
     return {
         "version": __version__,

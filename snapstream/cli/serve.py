@@ -16,7 +16,8 @@ import typer
 
 from snapstream.assets import TINY_MODEL
 from snapstream.cli.flags import ENGINE_ALIASES, Flags, Model, ModelOrTiny, needs_extra, number, whole_option
-from snapstream.config import EngineOptions
+from snapstream.config import EngineOptions, as_count
+from snapstream.config.values import num_cores
 from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
 
@@ -103,8 +104,7 @@ def worker(
         float, typer.Option(help="Seconds to wait for rank 0 to start.", parser=number, metavar="X")
     ] = PATIENCE_S,
 ) -> None:
-    if ranks < 1:
-        raise ValueError(f"--ranks is {ranks}; it must be a whole number >= 1")
+    as_count("--ranks", ranks, 1)
     if address == "env" and ranks > 1:
         raise ValueError(f"--ranks is {ranks}; RANK names one rank: start a process for each")
     model = local_folder(model)
@@ -123,7 +123,7 @@ def environment(rank: int, ranks: int) -> dict[str, str]:
     gpus = visible_gpus() or [str(gpu) for gpu in range(ranks)]
     if len(gpus) < ranks:
         raise ValueError(f"--ranks is {ranks}; CUDA_VISIBLE_DEVICES names {len(gpus)} GPUs")
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, num_cores() // ranks))
     return {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[rank], "OMP_NUM_THREADS": threads}
 
 

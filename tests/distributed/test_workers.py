@@ -213,8 +213,13 @@ def test_other_versions_are_refused() -> None:
         check_versions([same], "2.1")
 
 
-def test_several_ranks_of_a_machine_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_of_a_machine_have_a_gpu_each_and_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that this process may use: looped decode is refused with more threads."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    assert environment(0, 2)["OMP_NUM_THREADS"] == "2"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert [environment(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
