@@ -56,9 +56,7 @@ class SnapStreamCache(Cache):
         model = _model_config(config)
         chosen = make_selector(selector)
         self.budget = resolve_budget(budget, model.max_position, chosen.observation_len)
-        EngineConfig(budget=self.budget, max_model_len=model.max_position, max_rows=1, selector=chosen).check_budget(
-            self.budget
-        )
+        EngineConfig(budget=self.budget, max_model_len=model.max_position, selector=chosen)  # ValueError
         _attend_with_rows(config)
         layers = list(DynamicCache(config=config).layers)
         for index in kv_spec_of(model, "float32").budget_layers:

@@ -18,7 +18,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import h11
 from pydantic_core import to_json
@@ -32,26 +31,17 @@ MOST_FILES = 65536
 LEAST = 8  # connections, however few descriptors there are
 
 
-class Connection(Protocol):
-    @property
-    def address(self) -> str: ...
-
-    def evict(self) -> None:
-        """Close it at once; it is idle."""
-        ...
-
-
 class Connections:
     def __init__(self, most: int, most_per_address: int) -> None:
         self._most, self._most_per_address = most, most_per_address
         self._counts: Counter[str] = Counter()  # by address
-        self._open: set[Connection] = set()
-        self._silent: dict[Connection, None] = {}  # in the order in which they fell silent
+        self._open: set[GuardedProtocol] = set()
+        self._silent: dict[GuardedProtocol, None] = {}  # in the order in which they fell silent
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: GuardedProtocol) -> bool:
         """Add a connection, silent at first. False if there is no room, and no silent connection to close."""
         address = connection.address
         is_full = len(self._open) >= self._most
@@ -66,15 +56,15 @@ class Connections:
         self._silent[connection] = None
         return True
 
-    def set_busy(self, connection: Connection) -> None:
+    def set_busy(self, connection: GuardedProtocol) -> None:
         """A request of it is being answered."""
         self._silent.pop(connection, None)
 
-    def set_silent(self, connection: Connection) -> None:
+    def set_silent(self, connection: GuardedProtocol) -> None:
         if connection in self._open:
             self._silent.setdefault(connection, None)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: GuardedProtocol) -> None:
         """It is closed; may be repeated."""
         if connection in self._open:
             self._open.remove(connection)
@@ -182,6 +172,7 @@ class GuardedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def evict(self) -> None:
+        """Close it at once; it is silent."""
         self._close("crowded_out")
 
     def abort(self) -> None:

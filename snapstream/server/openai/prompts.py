@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from snapstream.models.chat_template import render_chat
@@ -375,14 +374,6 @@ def _bad_prompt() -> ApiError:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte fallback of SentencePiece vocabularies
 
 
-@lru_cache(maxsize=1)
-def _byte_of_char() -> dict[str, int]:
-    """The alphabet of byte-level BPE (GPT-2): printable Latin-1 as itself, other bytes from U+0100 on."""
-    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(own)]
-    return {chr(byte): byte for byte in own} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
 class TokenText:
     """Text and bytes of single tokens; safe to use from the event loop (it only looks up)."""
 
@@ -390,12 +381,15 @@ class TokenText:
         self._tokenizer = tokenizer
         self._added: dict[int, str] = {}
         self._special: frozenset[int] = frozenset()
-        self._is_byte_level = False
+        self._bytes: dict[str, int] = {}  # by their characters, of byte-level BPE
         if tokenizer is not None:
             self._added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
             self._special = frozenset(tokenizer.all_special_ids)
-            self._is_byte_level = "ByteLevel" in str(getattr(tokenizer, "backend_tokenizer", None) and
-                                                     tokenizer.backend_tokenizer.decoder)  # fmt: skip
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if backend is not None and "ByteLevel" in str(backend.decoder):
+                from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+                self._bytes = {char: byte for byte, char in bytes_to_unicode().items()}
 
     @property
     def special(self) -> frozenset[str]:
@@ -426,10 +420,9 @@ class TokenText:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # an id of the padded part of the vocabulary
             return b""
-        if self._is_byte_level:
-            table = _byte_of_char()
-            if all(char in table for char in piece):
-                return bytes(table[char] for char in piece)
+        if self._bytes:
+            if all(char in self._bytes for char in piece):
+                return bytes(self._bytes[char] for char in piece)
         elif match := _BYTE_TOKEN.fullmatch(piece):
             return bytes([int(match[1], 16)])
         return str(piece).replace("\u2581", " ").encode()  # SentencePiece's space
