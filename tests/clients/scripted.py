@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-
-import uvicorn
 
 from snapstream.config import EngineConfig, KVBudget
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import RequestDelta
 from snapstream.server.options import ServerSettings
 from snapstream.types import Request
-from tests.server.fake_engine import FACTS, FakeEngine
-from tests.server.templates import prompt_of, template_tokenizer
-from tests.waiting import HANG_S, until
+from tests.server.app_server import on_socket
+from tests.server.fake_engine import FACTS, FakeEngine, template_tokenizer
+from tests.server.templates import TELLING, prompt_of
 
 LONG = replace(FACTS, engine=EngineConfig(budget=KVBudget.of(128), max_model_len=65_536, max_rows=4))
 
@@ -49,16 +46,11 @@ class Scripted:
 @contextmanager
 def scripted_server(answers: Sequence[str], **settings: Any) -> Iterator[Scripted]:
     engine = ScriptedEngine(answers=list(answers))
-    app = make_app(engine, template_tokenizer(), ServerSettings(**{"tool_parser": "hermes", **settings}), lambda: LONG)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield Scripted(engine, f"http://127.0.0.1:{port}")
-    server.should_exit = True
-    thread.join(HANG_S)
-    assert not thread.is_alive()
+    app = make_app(
+        engine, template_tokenizer(TELLING), ServerSettings(**{"tool_parser": "hermes", **settings}), lambda: LONG
+    )
+    with on_socket(app) as url:
+        yield Scripted(engine, url)
 
 
 def call(name: str, arguments: str) -> str:

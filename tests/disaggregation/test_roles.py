@@ -18,9 +18,6 @@ from snapstream import LLM, SamplingParams
 from snapstream.assets import TINY_MODEL
 from snapstream.cli import main
 from snapstream.disaggregation.protocol import SECRET_VARIABLE
-from snapstream.server.app import make_app
-from snapstream.server.engine.api import ModelMetadata
-from snapstream.server.options import ServerSettings
 from tests.disaggregation.servers import (
     MAX_ROWS,
     OPTIONS,
@@ -31,7 +28,7 @@ from tests.disaggregation.servers import (
     until_at_rest,
     write_secret,
 )
-from tests.server.local_engine import LocalEngine
+from tests.server.local_engine import local_client
 from tests.waiting import HANG_S, HTTP, until
 
 LONG = "The harbour of the town has a lamp. " * 40  # above the budget
@@ -58,15 +55,8 @@ def of_one_engine() -> list[Any]:
 
     async def main() -> list[Any]:
         with LLM(TINY_MODEL, progress=False, **SETTINGS) as llm:
-            engine = LocalEngine(llm)
-            facts = ModelMetadata(
-                model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1
-            )
-            app = make_app(engine, llm.tokenizer, ServerSettings(), lambda: facts)
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            async with local_client(llm) as http:
                 asked = [await http.post("/v1/completions", json=job, timeout=HANG_S) for job in (*JOBS, SHORT)]
-            app.state.server.close()
-            await engine.shutdown(0)
         return [one.json() for one in asked]
 
     return asyncio.run(main())

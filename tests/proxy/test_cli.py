@@ -22,7 +22,8 @@ from snapstream.server.options import ProxyOptions
 from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.draft import Draft
 from tests.proxy.agent import AGAIN, SYSTEM, TASK, TOOLS, output, transcript
-from tests.proxy.upstream import Seen, make_upstream, on_socket
+from tests.proxy.upstream import Seen, make_upstream
+from tests.server.app_server import on_socket
 from tests.waiting import HANG_S, HTTP
 
 

@@ -26,7 +26,8 @@ from starlette.types import Receive, Scope, Send
 from snapstream.proxy import run_proxy
 from snapstream.server.http.lifecycle import listen
 from snapstream.server.options import ProxyOptions
-from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream, on_socket
+from tests.proxy.upstream import CUT, Chain, FakeDraft, Seen, chain, make_upstream
+from tests.server.app_server import on_socket
 from tests.waiting import HANG_S, HTTP, until
 
 LONG = " ".join(f"word{i}" for i in range(40))

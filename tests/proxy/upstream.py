@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp
@@ -19,7 +18,8 @@ from snapstream.proxy import make_proxy, proxy_config
 from snapstream.server.options import ProxyOptions
 from snapstream.spec_prefill.settings import Protection
 from snapstream.types import CompressionSummary
-from tests.waiting import HANG_S, until
+from tests.server.app_server import on_socket
+from tests.waiting import HANG_S
 
 CUT = "[...]"
 
@@ -135,19 +135,6 @@ async def _frames(seen: Seen, body: dict[str, Any]) -> AsyncIterator[bytes]:
         done = True
     finally:
         seen.num_left += not done
-
-
-@contextmanager
-def on_socket(app: ASGIApp, **config: Any) -> Iterator[str]:
-    """The base URL of ``app``, served in a thread."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1, **config))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(HANG_S)
-    assert not thread.is_alive()
 
 
 @dataclass

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from snapstream.server.app import make_app
 from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServerSettings
-from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import FACTS, FakeEngine, template_tokenizer, tokenizer
 
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
@@ -32,8 +32,12 @@ class AppClient(httpx.AsyncClient):
 
 
 @asynccontextmanager
-async def client(engine: FakeEngine, draft: Any = None, **settings: Any) -> AsyncIterator[AppClient]:
-    async with AppClient(make_app(engine, tokenizer(), ServerSettings(**settings), lambda: FACTS, draft)) as http:
+async def client(
+    engine: FakeEngine, draft: Any = None, *, template: str = "", **settings: Any
+) -> AsyncIterator[AppClient]:
+    """``template``: the tokenizer's, instead of its own."""
+    own = template_tokenizer(template) if template else tokenizer()
+    async with AppClient(make_app(engine, own, ServerSettings(**settings), lambda: FACTS, draft)) as http:
         try:
             yield http
         finally:

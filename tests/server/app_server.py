@@ -1,4 +1,4 @@
-"""The app with a fake engine on uvicorn, in a thread, on a free loopback port."""
+"""An application on uvicorn, in a thread, on a free loopback port; and the server's, with a fake engine."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import uvicorn
+from starlette.types import ASGIApp
 
 from snapstream.server.app import make_app
 from snapstream.server.engine.api import ModelMetadata
@@ -18,6 +19,19 @@ from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.options import ServerSettings
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
 from tests.waiting import HANG_S, until
+
+
+@contextmanager
+def on_socket(app: ASGIApp, **config: Any) -> Iterator[str]:
+    """The base URL of ``app``."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1, **config))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join(HANG_S)
+    assert not thread.is_alive()
 
 
 @dataclass
@@ -41,23 +55,6 @@ def running_server(
     """``tls``: certificate and key."""
     engine, guard = engine or FakeEngine(), guard or ConnectionGuard()
     app = make_app(engine, tokenizer(), ServerSettings(api_keys=api_keys, **settings), lambda: facts, guard=guard)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            port=0,
-            http=guard.protocol(),
-            ws="none",  # as the server, whatever is installed
-            log_config=None,
-            timeout_graceful_shutdown=1,
-            ssl_certfile=None if tls is None else tls[0],
-            ssl_keyfile=None if tls is None else tls[1],
-        )
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield Running(engine, f"http://127.0.0.1:{port}/v1")
-    server.should_exit = True
-    thread.join(HANG_S)
-    assert not thread.is_alive()
+    files = {} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}
+    with on_socket(app, http=guard.protocol(), ws="none", **files) as url:  # as the server, whatever is installed
+        yield Running(engine, f"{url}/v1")

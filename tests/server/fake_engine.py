@@ -7,6 +7,7 @@ Log-probabilities are made up by ``logprob_of``, so that tests can tell one from
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -34,6 +35,13 @@ FACTS = ModelMetadata(
 @cache
 def tokenizer() -> Any:
     return load_tokenizer(TINY_MODEL)
+
+
+def template_tokenizer(template: str | None) -> Any:
+    """The same with another chat template."""
+    own = copy.deepcopy(tokenizer())
+    own.chat_template = template
+    return own
 
 
 def token_ids(text: str) -> list[int]:

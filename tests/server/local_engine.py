@@ -6,18 +6,19 @@ There is nothing to restart: an error in the engine ends it.
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from snapstream.async_llm import LoopChannel
 from snapstream.engine.worker import without_gauges
 from snapstream.llm import LLM
-from snapstream.server.engine.api import EngineDead, EngineStats, RequestDelta
+from snapstream.server.app import make_app
+from snapstream.server.engine.api import EngineDead, EngineStats, ModelMetadata, RequestDelta
 from snapstream.server.engine.process import read_deltas
+from snapstream.server.options import ServerSettings
 from snapstream.types import QueueFull, Request
-
-log = logging.getLogger(__name__)
+from tests.server.app_client import AppClient
 
 
 class LocalEngine:
@@ -78,3 +79,18 @@ class LocalEngine:
     def _check_ready(self) -> None:
         if (unavailable := self.unavailable) is not None:
             raise unavailable
+
+
+def metadata_of(llm: LLM, model: str = "tiny") -> ModelMetadata:
+    return ModelMetadata(model=model, names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1)
+
+
+@asynccontextmanager
+async def local_client(llm: LLM, draft: Any = None, **settings: Any) -> AsyncIterator[AppClient]:
+    """A client of an app on this engine, in this process."""
+    engine, metadata = LocalEngine(llm), metadata_of(llm)
+    app = make_app(engine, llm.tokenizer, ServerSettings(**settings), lambda: metadata, draft)
+    async with AppClient(app) as http:
+        yield http
+        http.server.close()
+    await engine.shutdown(0)

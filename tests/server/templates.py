@@ -1,17 +1,11 @@
-"""The tiny tokenizer under chat templates of other models, which thinks and calls tools by them, and an app with it."""
+"""A chat template that shows everything it gets, answers in its form, and what a test reads of both."""
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
-from snapstream.server.app import make_app
-from snapstream.server.options import ServerSettings
-from tests.server.app_client import AppClient
-from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import FakeEngine, tokenizer
 
 # All that a template can show, a line for each message; calls in the form of Hermes, thoughts in that of Qwen 3.
 TELLING = r"""
@@ -27,22 +21,6 @@ TELLING = r"""
 assistant:{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"""
 THOUGHT = "<think>\nLet me see.\n</think>\n\nHello."
 CALL = '<tool_call>\n{"name": "get", "arguments": {"a": "wörld"}}\n</tool_call>'
-
-
-def template_tokenizer(template: str = TELLING) -> Any:
-    own = copy.deepcopy(tokenizer())
-    own.chat_template = template
-    return own
-
-
-@asynccontextmanager
-async def template_client(engine: FakeEngine, template: str = TELLING, **settings: Any) -> AsyncIterator[AppClient]:
-    app = make_app(engine, template_tokenizer(template), ServerSettings(**settings), lambda: FACTS)
-    async with AppClient(app) as http:
-        try:
-            yield http
-        finally:
-            http.server.close()
 
 
 def prompt_of(engine: FakeEngine, index: int = -1) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.server.app_client import AppClient
+from tests.server.app_client import AppClient, client
 from tests.server.fake_engine import ANSWER, FakeEngine, token_ids
-from tests.server.templates import CALL, THOUGHT, named_events, prompt_of, template_client
+from tests.server.templates import CALL, TELLING, THOUGHT, named_events, prompt_of
 
 HI = [{"role": "user", "content": "hi"}]
 GET: dict[str, Any] = {"name": "get", "description": "gets", "input_schema": {"type": "object", "properties": {}}}
@@ -78,7 +78,7 @@ async def ask(http: AppClient, body: dict[str, Any], path: str = "/v1/messages")
 def test_conversations_become_messages_and_are_counted() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine) as http:
+        async with client(engine, template=TELLING) as http:
             for body, lines in CONVERSATIONS:
                 response = await ask(http, body)
                 assert response.status_code == 200, response.text
@@ -93,7 +93,7 @@ def test_conversations_become_messages_and_are_counted() -> None:
 def test_an_answer_that_was_begun_goes_on() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine) as http:
+        async with client(engine, template=TELLING) as http:
             response = await ask(http, {"messages": [*HI, say("assistant", "Once upon")]})
             assert response.status_code == 200, response.text
             assert prompt_of(engine) == "user: hi\nassistant: Once upon"
@@ -104,7 +104,7 @@ def test_an_answer_that_was_begun_goes_on() -> None:
 def test_tools_choices_and_formats() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
 
             async def grammar(body: dict[str, Any]) -> Any:
                 response = await ask(http, body)
@@ -135,7 +135,7 @@ def test_tools_choices_and_formats() -> None:
 def test_tools_that_anthropic_runs_are_left_out_beside_others() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
             served = [{"type": "web_search_20250305", "name": "web_search"}, {"type": "code_execution_20260521"}]
             assert (await ask(http, {"tools": [*served, GET]})).status_code == 200
             assert prompt_of(engine).startswith("tools: get <tool_call>")
@@ -146,7 +146,7 @@ def test_tools_that_anthropic_runs_are_left_out_beside_others() -> None:
 def test_thinking_and_sampling() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine) as http:
+        async with client(engine, template=TELLING) as http:
             body = {
                 "thinking": {"type": "disabled"}, "temperature": 0, "top_p": 0.5, "top_k": 3, "stop_sequences": ["x"],
                 "metadata": {"user_id": "u"}, "kv_cache": {"budget": 64}, "service_tier": "auto",
@@ -216,7 +216,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_input_is_a_400_in_anthropic_s_form() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
             for body, words in WRONG:
                 response = await ask(http, body)
                 assert response.status_code == 400, (body, response.text)
@@ -236,7 +236,7 @@ def test_wrong_input_is_a_400_in_anthropic_s_form() -> None:
 def test_threads_are_refused_in_the_words_that_make_sdks_send_everything() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine) as http:
+        async with client(engine, template=TELLING) as http:
             for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
                 for path in ("/v1/messages", "/v1/messages/count_tokens"):
                     fallbacks = [{"model": "tiny"}]
@@ -280,7 +280,7 @@ DELTAS = {
 
 def ask_about(body: dict[str, Any], engine: FakeEngine | None = None) -> Any:
     async def run() -> Any:
-        async with template_client(engine or FakeEngine(), tool_parser="hermes") as http:
+        async with client(engine or FakeEngine(), template=TELLING, tool_parser="hermes") as http:
             wish = {"max_tokens": 200, "messages": [{"role": "user", "content": "hi"}], **body}
             return await http.post("/v1/messages", json=wish)
 

@@ -20,8 +20,8 @@ from snapstream.server.openai.tools import plan_answer
 from snapstream.types import NOT_FINITE, FinishReason
 from tests.server.app_client import CHAT, HI, TEXT, TOOLS, call, client, error_of, frames, text_of
 from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids
-from tests.server.openai.real_server import real_server
 from tests.server.openai.test_tools import accepts, tokens
+from tests.server.tiny_server import tiny_server
 
 PROMPT = "A tëst."
 
@@ -208,8 +208,8 @@ FORMS: list[tuple[str, Any, str]] = [
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with real_server(tool_parser="qwen3_coder") as url:
-        yield url
+    with tiny_server(tool_parser="qwen3_coder") as server:
+        yield f"{server.url}/v1"
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.assets.documents import Document, make_document
 from snapstream.config import PrefixStoreConfig
 from snapstream.llm import LLM
-from snapstream.server.app import make_app
-from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.middleware import Namespaces
 from snapstream.server.options import ServerSettings
 from snapstream.spec_prefill.compressor import PromptCompressor, StickyCompressor
@@ -25,7 +23,7 @@ from snapstream.spec_prefill.settings import PromptCompression, Protection
 from snapstream.types import SamplingParams
 from tests.server.app_client import HI, AppClient, client, frames, samples
 from tests.server.fake_engine import FakeEngine
-from tests.server.local_engine import LocalEngine
+from tests.server.local_engine import local_client
 
 # A draft beside the prefix store, with the models that ship: look up first, compress second, and sticky cuts.
 
@@ -53,13 +51,8 @@ def document(compressor: PromptCompressor) -> Document:
 @asynccontextmanager
 async def serving(compressor: PromptCompressor, *keys: str, admin_key: str = "") -> AsyncIterator[AppClient]:
     with LLM(TINY_MODEL, prefix_store=STORE, **SETTINGS) as llm:
-        engine = LocalEngine(llm)
-        facts = ModelMetadata(model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1)
-        settings = ServerSettings(api_keys=keys, admin_key=admin_key)
-        async with AppClient(make_app(engine, llm.tokenizer, settings, lambda: facts, compressor)) as http:
+        async with local_client(llm, compressor, api_keys=keys, admin_key=admin_key) as http:
             yield http
-            http.server.close()
-        await engine.shutdown(0)
 
 
 async def ask(http: AppClient, messages: list[dict[str, str]], wish: Any, key: str = "") -> dict[str, Any]:
@@ -207,12 +200,8 @@ PREFIX_STORE_STORE = PrefixStoreConfig(num_bytes=64 * 2**20, block_len=32, min_t
 async def prefix_store_serving(*keys: str) -> AsyncIterator[AppClient]:
     with LLM(TINY_MODEL, budget=128, max_rows=2, max_model_len=1024, chunk_len=32, prefix_store=PREFIX_STORE_STORE,
              progress=False) as llm:  # fmt: skip
-        engine = LocalEngine(llm)
-        facts = ModelMetadata(model="tiny", names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1)
-        async with AppClient(make_app(engine, llm.tokenizer, ServerSettings(api_keys=keys), lambda: facts)) as http:
+        async with local_client(llm, api_keys=keys) as http:
             yield http
-            http.server.close()
-        await engine.shutdown(0)
 
 
 def asked(prompt: list[int], **fields: Any) -> dict[str, Any]:

@@ -39,8 +39,8 @@ from snapstream.server.openai.tools import calls_or_answer, forced_calls
 from snapstream.server.options import ReasoningParser, ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import FinishReason, Grammar
-from tests.server.app_client import HI, AppClient, error_of, frames
-from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
+from tests.server.app_client import HI, client, error_of, frames
+from tests.server.fake_engine import FACTS, FakeEngine, template_tokenizer, token_ids, tokenizer
 
 INSIDE, LIKELY, OPEN, ANSWER = AnswerStart.INSIDE, AnswerStart.LIKELY, AnswerStart.OPEN, AnswerStart.ANSWER
 TURNS = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
@@ -199,13 +199,9 @@ def ask(template: str, body: dict[str, Any], answer: str = THOUGHT, **settings: 
     """The engine, and the response of an application with a model of this template."""
 
     async def run() -> tuple[FakeEngine, Any]:
-        own = copy.deepcopy(tokenizer())
-        own.chat_template = template
         engine = FakeEngine(answer=answer)
-        async with AppClient(make_app(engine, own, ServerSettings(**settings), lambda: FACTS)) as http:
-            response = await http.post("/v1/chat/completions", json={"messages": HI, **body})
-        http.server.close()
-        return engine, response
+        async with client(engine, template=template, **settings) as http:
+            return engine, await http.post("/v1/chat/completions", json={"messages": HI, **body})
 
     return asyncio.run(run())
 
@@ -340,8 +336,7 @@ def test_channels_are_chosen_by_the_template() -> None:
     assert choose_reasoning("auto", HARMONY) == "harmony" and choose_format("auto", HARMONY) is FORMATS["harmony"]
     assert find_answer_start("harmony", "...<|start|>assistant") is AnswerStart.HARMONY
     assert find_answer_start("harmony", "...<|message|>So", "So") is ANSWER
-    own = copy.deepcopy(tokenizer())
-    own.chat_template = HARMONY
+    own = template_tokenizer(HARMONY)
     own.add_special_tokens({"additional_special_tokens": list(HARMONY_TAGS)})
     app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
     assert app.state.server.shows_special  # or the reader would not see the headers

@@ -16,7 +16,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from tests.server.openai.real_server import real_server
+from tests.server.tiny_server import tiny_server
 
 HI: Any = [{"role": "user", "content": "Describe a colour as JSON."}]
 
@@ -55,8 +55,8 @@ STRICT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with real_server(tool_parser="hermes") as url:
-        yield url
+    with tiny_server(tool_parser="hermes") as server:
+        yield f"{server.url}/v1"
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def caller(request: pytest.FixtureRequest, url: str) -> Iterator[openai.OpenAI]:
     if request.param == "hermes":
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
         return
-    with real_server(tool_parser=request.param) as own:
-        yield openai.OpenAI(base_url=own, api_key="none", max_retries=0)
+    with tiny_server(tool_parser=request.param) as own:
+        yield openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0)
 
 
 def arguments_of(call: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from snapstream.types import Grammar
 from tests.server.app_client import HI, client, error_of, frames
 from tests.server.fake_engine import FakeEngine, token_ids, tokenizer
 from tests.server.openai.test_tool_formats import NAMES
-from tests.server.templates import prompt_of, template_client
+from tests.server.templates import TELLING, prompt_of
 
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {"a": {}}}}}
@@ -137,7 +137,7 @@ def test_a_call_that_was_cut_can_be_sent_back() -> None:
 
     async def run() -> None:
         engine = FakeEngine(answer=GET)
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
             body = {"messages": HI, "tools": TOOLS, "stop": ["rld"]}
             message = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
             call = message["tool_calls"][0]

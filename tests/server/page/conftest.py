@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.page.tiny_server import TinyServer, tiny_server
+from tests.server.tiny_server import TinyServer, tiny_server
 from tests.waiting import HANG_S
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -23,9 +23,13 @@ OPTIONS = [
 ]  # fmt: skip
 
 
+# Slow enough that people can stop an answer.
+SLOW = {"budget": 8192, "max_rows": 2, "max_model_len": 16384, "executor": "eager"}
+
+
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[TinyServer]:
-    with tiny_server() as running:
+    with tiny_server(SLOW) as running:
         yield running
 
 

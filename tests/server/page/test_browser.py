@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,9 +12,9 @@ import pytest
 from snapstream.types import QueueFull
 from tests.server import app_server
 from tests.server.app_server import Running, running_server
-from tests.server.fake_engine import tokenizer
+from tests.server.fake_engine import template_tokenizer, tokenizer
 from tests.server.page.driver import figure, load_example, send
-from tests.server.page.tiny_server import TinyServer
+from tests.server.tiny_server import TinyServer
 from tests.waiting import HANG_S, HTTP, until
 
 LONG_TEXT = "word " * 600
@@ -135,9 +134,7 @@ def test_text_is_never_html(fake: Running, open_page: Callable[..., Any]) -> Non
 
 
 def test_a_checkpoint_without_a_chat_template(open_page: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = copy.deepcopy(tokenizer())
-    bare.chat_template = None
-    monkeypatch.setattr(app_server, "tokenizer", lambda: bare)
+    monkeypatch.setattr(app_server, "tokenizer", lambda: template_tokenizer(None))
     with running_server() as running:
         page = open_page(running.url.removesuffix("/v1"))
         send(page, "Once upon a time")

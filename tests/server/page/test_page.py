@@ -23,7 +23,7 @@ from snapstream.server.page import FOLDER, INDEX, page_files
 from tests.server import app_client
 from tests.server.app_client import client, frames
 from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
-from tests.server.page.tiny_server import TinyServer, tiny_server
+from tests.server.tiny_server import TinyServer, tiny_server
 from tests.waiting import HANG_S, HTTP
 
 PROMPT = [3 + (7 * i + i * i % 13) % 250 for i in range(203)]
@@ -31,7 +31,7 @@ PROMPT = [3 + (7 * i + i * i % 13) % 250 for i in range(203)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[TinyServer]:
-    with tiny_server(max_model_len=1024) as running:
+    with tiny_server({"budget": "full", "max_rows": 2, "max_model_len": 1024}) as running:
         yield running
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.server.app_client import error_of
+from tests.server.app_client import client, error_of
 from tests.server.fake_engine import FakeEngine
-from tests.server.templates import named_events, prompt_of, template_client
+from tests.server.templates import TELLING, named_events, prompt_of
 
 GET = {"type": "function", "name": "get", "parameters": {"type": "object", "properties": {"a": {}}}}
 PUT = {**GET, "name": "put"}
@@ -16,7 +16,7 @@ PUT = {**GET, "name": "put"}
 def ask(body: dict[str, Any], **settings: Any) -> tuple[FakeEngine, Any]:
     async def run() -> tuple[FakeEngine, Any]:
         engine = FakeEngine()
-        async with template_client(engine, **{"tool_parser": "hermes", **settings}) as http:
+        async with client(engine, template=TELLING, **{"tool_parser": "hermes", **settings}) as http:
             return engine, await http.post("/v1/responses", json={"input": "hi", **body})
 
     return asyncio.run(run())
@@ -82,7 +82,7 @@ CONVERSATIONS: list[tuple[Any, list[str]]] = [
 def test_items_become_messages() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine) as http:
+        async with client(engine, template=TELLING) as http:
             for items, lines in CONVERSATIONS:
                 response = await http.post("/v1/responses", json={"input": items})
                 assert response.status_code == 200, response.text
@@ -118,7 +118,7 @@ def test_tools_in_namespaces_have_flat_names_for_the_model_only() -> None:
 
     async def run() -> None:
         engine = FakeEngine(answer=put + query + get)
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
             response = (await http.post("/v1/responses", json={"input": "hi", "tools": tools})).json()
             assert prompt_of(engine).startswith("tools: get crm__put crm__query <tool_call>")
             assert response["tools"] == [GET, SPACE], "what is left out is not repeated"
@@ -222,7 +222,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_wrong_input_is_a_400_that_names_the_field() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
             for body, param in WRONG:
                 error = error_of(await http.post("/v1/responses", json={"input": "hi", **body}), 400)
                 assert error["param"] == param, (body, error)
@@ -243,7 +243,7 @@ def test_what_a_server_without_a_store_refuses() -> None:
 def test_tokens_are_counted() -> None:
     async def run() -> None:
         engine = FakeEngine()
-        async with template_client(engine, tool_parser="hermes") as http:
+        async with client(engine, template=TELLING, tool_parser="hermes") as http:
             for body in ({"tools": [GET], "instructions": "Be kind."}, {"input": CONVERSATIONS[3][0]}):
                 wish = {"input": "hi", **body}
                 counted = await http.post("/v1/responses/input_tokens", json=wish)

@@ -18,9 +18,9 @@ from snapstream.server.http.errors import ApiError
 from snapstream.server.options import ServerSettings
 from snapstream.server.responses.protocol import ResponseStore
 from snapstream.types import Request
-from tests.server.app_client import AppClient, error_of
+from tests.server.app_client import AppClient, client, error_of
 from tests.server.fake_engine import ANSWER, FakeEngine, token_ids
-from tests.server.templates import CALL, THOUGHT, named_events, prompt_of, template_client
+from tests.server.templates import CALL, TELLING, THOUGHT, named_events, prompt_of
 from tests.waiting import until_async
 
 GET: dict[str, Any] = {"type": "function", "name": "get", "parameters": {"type": "object", "properties": {"a": {}}}}
@@ -57,7 +57,7 @@ RESPONSE = {
 
 def ask(body: dict[str, Any], engine: FakeEngine | None = None, **settings: Any) -> Any:
     async def run() -> Any:
-        async with template_client(engine or FakeEngine(), **{"tool_parser": "hermes", **settings}) as http:
+        async with client(engine or FakeEngine(), template=TELLING, **{"tool_parser": "hermes", **settings}) as http:
             return await http.post("/v1/responses", json={"input": "hi", **body})
 
     return asyncio.run(run())
@@ -271,7 +271,7 @@ def run(
 ) -> None:
     async def main() -> None:
         own = engine or FakeEngine()
-        async with template_client(own, **{"responses_store": 8, **more}) as http:
+        async with client(own, template=TELLING, **{"responses_store": 8, **more}) as http:
             await work(http, own)
 
     asyncio.run(main())

@@ -14,10 +14,11 @@ import uvicorn
 from snapstream.assets import TINY_MODEL
 from snapstream.llm import LLM
 from snapstream.server.app import make_app
-from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.options import ServerSettings
-from tests.server.local_engine import LocalEngine
+from tests.server.local_engine import LocalEngine, metadata_of
 from tests.waiting import HANG_S, until
+
+SMALL: dict[str, Any] = {"budget": 256, "max_rows": 4, "max_model_len": 1024}
 
 
 @dataclass
@@ -34,26 +35,23 @@ class TinyServer:
         return stats.num_running, stats.num_waiting, stats.rows_total - stats.rows_free
 
 
-async def _serve(running: TinyServer, llm: LLM, settings: ServerSettings) -> None:
-    running.engine = LocalEngine(llm)
-    facts = ModelMetadata(
-        model=str(TINY_MODEL), names=("tiny",), architecture=llm.model_config, engine=llm.config, pid=1
-    )
-    app = make_app(running.engine, llm.tokenizer, settings, lambda: facts)
-    running.server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
-    await running.server.serve()
-    await running.engine.shutdown(0)
-
-
 @contextmanager
-def tiny_server(max_model_len: int = 16384, **settings: Any) -> Iterator[TinyServer]:
+def tiny_server(engine: dict[str, Any] = SMALL, **settings: Any) -> Iterator[TinyServer]:
+    """``engine``: its options."""
     running = TinyServer()
+
+    async def serve(llm: LLM) -> None:
+        running.engine = LocalEngine(llm)
+        metadata = metadata_of(llm, str(TINY_MODEL))
+        app = make_app(running.engine, llm.tokenizer, ServerSettings(**settings), lambda: metadata)
+        running.server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
+        await running.server.serve()
+        await running.engine.shutdown(0)
 
     def run() -> None:
         try:
-            own: dict[str, Any] = {"budget": 8192, "max_rows": 2, "max_model_len": max_model_len, "progress": False}
-            with LLM(TINY_MODEL, executor="eager", **own) as llm:  # slow enough that people can stop an answer
-                asyncio.run(_serve(running, llm, ServerSettings(**settings)))
+            with LLM(TINY_MODEL, progress=False, **engine) as llm:
+                asyncio.run(serve(llm))
         except BaseException as error:
             running.error = error
 
