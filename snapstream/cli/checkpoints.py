@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from snapstream.cli.flags import Model, decode_text, whole_option
-from snapstream.config.values import DType
+from snapstream.cli.flags import Model, check_output, whole_option
+from snapstream.config.values import DType, read_text
 from snapstream.config.weights import DEFAULT_GROUP, QuantizedDType, WeightFormat, describe_layers
 from snapstream.models.hub import local_folder
 
@@ -69,9 +69,9 @@ def calibrate(
     from snapstream.calibration import calibrate as measure
     from snapstream.calibration import store_profile
 
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):  # before minutes of work
-        raise ValueError(f"--output is {output}; it must be a file in a folder that exists")
-    own = None if text is None else decode_text(text.read_bytes(), str(text))
+    if output is not None:
+        check_output("--output", output)
+    own = None if text is None else read_text(text)
     profile = measure(
         local_folder(model), text=own, prompt_len=prompt_len, num_texts=texts, dtype=dtype, device=device,
         progress=sys.stderr.isatty(),

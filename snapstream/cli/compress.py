@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from snapstream.cli.flags import DraftFlags, needs_extra, read_input
+from snapstream.cli.flags import DraftFlags, check_output, needs_extra, read_input
 from snapstream.config.engine import setting
 from snapstream.server.options import ProxyOptions, all_keys, answered_hosts
 from snapstream.spec_prefill.settings import Mode, Snap
@@ -83,6 +83,8 @@ def shorten(source: str, flags: CompressFlags, draft: DraftFlags, *, out: TextIO
     from snapstream.spec_prefill.compressor import PromptCompressor
     from snapstream.spec_prefill.settings import check_amount, chunks_of, scoring_of
 
+    if flags.report is not None and flags.report != "-":
+        check_output("--report", Path(flags.report))
     keep = 0.25 if flags.keep is None and flags.max_tokens is None else flags.keep
     check_amount(keep, flags.max_tokens)  # before a model is loaded
     compressor = PromptCompressor(

@@ -19,14 +19,7 @@ from typer.core import TyperCommand, TyperOption
 from snapstream.assets import TINY_DRAFT_MODEL
 from snapstream.config import DType
 from snapstream.config.engine import setting
-
-
-def decode_text(data: bytes, name: str) -> str:
-    """The text of an input; ValueError with its name where it is binary."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not text: byte {error.start} ({data[error.start]:#04x}) is not UTF-8") from None
+from snapstream.config.values import decode_text, read_text
 
 
 def read_input(file: str | None, stdin: TextIO, missing: str) -> str:
@@ -34,9 +27,15 @@ def read_input(file: str | None, stdin: TextIO, missing: str) -> str:
     if file is None and stdin.isatty():
         raise ValueError(missing)
     if file not in (None, "-"):
-        return decode_text(Path(str(file)).read_bytes(), str(file))
+        return read_text(Path(str(file)))
     # A text stream would accept bytes that are not UTF-8, and turn CR LF into LF.
     return decode_text(stdin.buffer.read(), "stdin") if hasattr(stdin, "buffer") else stdin.read()
+
+
+def check_output(option: str, file: Path) -> None:
+    """ValueError, before any work, for what cannot be a file to write."""
+    if file.is_dir() or not file.parent.is_dir():
+        raise ValueError(f"{option} is {file}; it must be a file in a folder that exists")
 
 
 @contextmanager

@@ -132,6 +132,19 @@ def as_path(name: str, value: Any) -> Path:
     return Path(value)
 
 
+def decode_text(data: bytes, name: str) -> str:
+    """The text of an input; ValueError with its name where it is binary."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not text: byte {error.start} ({data[error.start]:#04x}) is not UTF-8") from None
+
+
+def read_text(file: Path) -> str:
+    """The text of a file, unchanged; ValueError where it is binary."""
+    return decode_text(file.read_bytes(), str(file))
+
+
 def plain(value: Any) -> Any:
     """Arrays and tensors as lists, everything else as it is."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, Sequence) else value

@@ -31,7 +31,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from snapstream.config import SELECTORS, KVBudget, Selector
-from snapstream.config.values import is_loopback
+from snapstream.config.values import is_loopback, read_text
 from snapstream.types import Request, RowTicket, SamplingParams
 from snapstream.wire import WireError, mac, pack, unpack_one
 
@@ -50,7 +50,7 @@ def read_secret(file: Path | None) -> bytes:
     mode = stat.S_IMODE(file.stat().st_mode)
     if mode & 0o077:
         raise ValueError(f"{file} has mode {mode:04o}; a transfer secret must be readable by its owner only (0600)")
-    return _checked(file.read_text(encoding="utf-8"), str(file))
+    return _checked(read_text(file), str(file))
 
 
 def _checked(text: str, source: str) -> bytes:

@@ -33,11 +33,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import monotonic
 from typing import Literal
 
 from snapstream.config import EngineConfig
-from snapstream.config.values import split_address
+from snapstream.config.values import read_text, split_address
 from snapstream.step import StepPlan, StoredBlock
 from snapstream.wire import HANDSHAKE_S, Connection, ConnectionFailed, Kind, Listener, WireError, pack, unpack
 
@@ -187,8 +188,7 @@ def shared_key() -> bytes:
     """The key of this engine's ranks, from the environment; ValueError where there is none, or a short one."""
     key, file = os.environ.get(KEY_VARIABLE, ""), os.environ.get(f"{KEY_VARIABLE}_FILE", "")
     if file and not key:
-        with open(file, encoding="utf-8") as lines:
-            key = lines.read().strip()
+        key = read_text(Path(file)).strip()
     if len(key) < MIN_KEY:
         raise ValueError(
             f"{KEY_VARIABLE} has {len(key)} characters; ranks on other machines need a key of at least {MIN_KEY}, the "

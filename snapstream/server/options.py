@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from snapstream.config import as_count, as_number, as_path
 from snapstream.config.engine import STALL_TIMEOUT_S, setting
-from snapstream.config.values import check, check_choice, is_loopback
+from snapstream.config.values import check, check_choice, is_loopback, read_text
 from snapstream.models.hub import model_name
 from snapstream.spec_prefill.settings import DraftOptions, PromptCompression
 
@@ -86,7 +86,7 @@ def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
     ValueError for a file or a variable that holds none: giving one means that keys are wanted.
     """
     refuse_blank(KEY_VARIABLE)
-    lines = [] if file is None else [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    lines = [] if file is None else [line.strip() for line in read_text(file).splitlines()]
     kept = [line for line in lines if line]
     if file is not None and not kept:
         raise ValueError(f"{file} holds no API key")

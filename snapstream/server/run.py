@@ -153,11 +153,6 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
         startup = StartupApp(settings.retry_after_s, apis=APIS)
         guard = ConnectionGuard()
         names = options.names_of(spec.model)
-        # Both at once: they read their files side by side, and the first that fails ends the server.
-        starting = asyncio.create_task(_start(engine))
-        making = asyncio.create_task(_load_server(startup, engine, spec, settings, options, names, guard, tracing))
-        loading = asyncio.gather(starting, making)
-        loading.add_done_callback(lambda done: _log_address(done, listener, options, settings, names))
         config = uvicorn_config(
             startup,
             guard,
@@ -165,6 +160,16 @@ async def _serve(spec: EngineSpec, settings: ServerSettings, options: ServeOptio
             ssl_keyfile=options.tls_key,
             timeout_keep_alive=KEEP_ALIVE_S,
         )
+        try:
+            config.load()
+        except OSError as error:
+            given = f"--tls-cert {options.tls_cert} and --tls-key {options.tls_key}"
+            raise ValueError(f"{given} are not a certificate and its key (PEM): {error}") from None
+        # Both at once: they read their files side by side, and the first that fails ends the server.
+        starting = asyncio.create_task(_start(engine))
+        making = asyncio.create_task(_load_server(startup, engine, spec, settings, options, names, guard, tracing))
+        loading = asyncio.gather(starting, making)
+        loading.add_done_callback(lambda done: _log_address(done, listener, options, settings, names))
         try:
             await serve_until_signal(config, startup, listener, loading, options.drain_timeout)
         except (ValueError, OSError) as error:

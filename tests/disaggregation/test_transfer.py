@@ -345,6 +345,9 @@ def test_settings_refuse_what_would_be_open(tmp_path: Path, monkeypatch: pytest.
         read_secret(file)
     file.chmod(0o600)
     assert read_secret(file) == SECRET
+    file.write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match=f"{file} is not text"):
+        read_secret(file)
 
 
 @pytest.mark.parametrize("wrong", [{"port": 0}, {"host": ""}, {"key": "zz" * 16}, {"key": "00"}, {"uses_tls": 1}])

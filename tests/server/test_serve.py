@@ -107,17 +107,21 @@ def test_a_blank_key_is_refused(
     assert err.startswith("error: SNAPSTREAM_API_KEY is set but blank") and err.count("\n") == 1
 
 
-def test_keys_of_flags_file_and_environment_add_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_keys_of_flags_file_and_environment_add_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given: list[ServerSettings] = []
     monkeypatch.setattr("snapstream.server.run.serve", lambda _, settings, __: given.append(settings))
-    file, empty = tmp_path / "keys", tmp_path / "empty"
+    file, empty, binary = tmp_path / "keys", tmp_path / "empty", tmp_path / "binary"
     file.write_text("three\n\n four \n")
     empty.write_text("\n")
     monkeypatch.setenv("SNAPSTREAM_API_KEY", "five one")
     assert main(["serve", "--api-key", "one", "--api-key", "two", "--api-key-file", str(file)]) == 0
     assert given[0].api_keys == ("one", "two", "three", "four", "five")
-    for wrong in (empty, tmp_path / "missing"):
+    binary.write_bytes(b"\x89PNG")
+    for wrong in (empty, binary, tmp_path / "missing"):
         assert main(["serve", "--api-key-file", str(wrong)]) == 2
+        assert str(wrong) in capsys.readouterr().err
     monkeypatch.delenv("SNAPSTREAM_API_KEY")
     assert main(["serve"]) == 0 and given[1].api_keys == ()
 
@@ -274,6 +278,11 @@ def test_a_taken_port_and_bad_options_end_in_one_line(capsys: pytest.CaptureFixt
     )
     assert main(["serve", "--host", "192.0.2.1"]) == 2  # nobody's address
     assert "error: cannot listen at 192.0.2.1 port 8000: Cannot assign" in capsys.readouterr().err
+    assert main(["serve", "--host", "no host"]) == 2
+    assert "Unknown error" not in (err := capsys.readouterr().err) and "while attempting" not in err
+    assert "error: cannot listen at no host port 8000: " in err
+    assert main(["serve", "--port", "0", "--tls-cert", __file__, "--tls-key", __file__]) == 2
+    assert f"error: --tls-cert {__file__} and --tls-key {__file__} are not a cert" in capsys.readouterr().err
     for options in (
         ["--tls-cert", "x"],
         ["--served-model-name", ""],

@@ -14,7 +14,6 @@ import asyncio
 import errno
 import json
 import logging
-import os
 import socket
 import sys
 import time
@@ -100,10 +99,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        is_taken = error.errno == errno.EADDRINUSE
-        reason = "the port is in use; choose another with --port" if is_taken else os.strerror(error.errno or 0)
-        if isinstance(error, socket.gaierror):
-            reason = str(error.strerror)
+        reason = str(error.strerror).partition(" (while attempting")[0]  # the address is said here
+        if error.errno == errno.EADDRINUSE:
+            reason = "the port is in use; choose another with --port"
         raise OSError(f"cannot listen at {host} port {port}: {reason}") from None
 
 

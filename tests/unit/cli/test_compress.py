@@ -112,6 +112,7 @@ def test_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--context-len", "9"], ["context_len is 9", "needs 10"]),
         (["--context-len", "999999"], ["context_len is 999999", "the draft reads at most"]),
         (["--messages"], ["--messages needs"]),
+        (["--report", "/nowhere/report.json"], ["--report is /nowhere/report.json", "a folder that exists"]),
     ],
 )
 def test_refusals_in_one_line(

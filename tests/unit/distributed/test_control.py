@@ -342,3 +342,6 @@ def test_the_key_comes_from_the_environment_or_a_file(monkeypatch: pytest.Monkey
     monkeypatch.delenv("SNAPSTREAM_RANKS_KEY")
     monkeypatch.setenv("SNAPSTREAM_RANKS_KEY_FILE", str(file))
     assert shared_key() == KEY
+    file.write_bytes(b"\x89PNG")
+    with pytest.raises(ValueError, match=f"{file} is not text"):
+        shared_key()
