@@ -40,6 +40,7 @@ from snapstream.server.openai.protocol import (
     Refused,
     bad_part,
     check_count,
+    flag_of,
     is_harmless,
     string_of,
 )
@@ -178,10 +179,7 @@ def as_chat_choice(choice: Mapping[str, Any] | None) -> Any:
 
 def is_parallel(choice: Mapping[str, Any] | None) -> bool:
     """Whether there may be several calls."""
-    given = None if choice is None else choice.get("disable_parallel_tool_use")
-    if given not in (None, True, False):
-        raise bad_value(f"tool_choice.disable_parallel_tool_use is {given!r}; it must be true or false", "tool_choice")
-    return not given
+    return choice is None or not flag_of(choice, "disable_parallel_tool_use", "tool_choice")
 
 
 def as_response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -295,9 +293,7 @@ def _as_chat_call(block: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _tool_result(block: Mapping[str, Any], place: str) -> dict[str, Any]:
-    content, is_error = block.get("content"), block.get("is_error")
-    if is_error not in (None, True, False):
-        raise bad_value(f"{place}.is_error is {is_error!r}; it must be true or false", "messages")
+    content, is_error = block.get("content"), flag_of(block, "is_error", place)
     text = "" if content is None else _texts(_blocks(content, f"{place}.content"), f"{place}.content")
     return {
         "role": "tool",

@@ -352,6 +352,14 @@ def string_of(item: Mapping[str, Any], name: str, place: str) -> str:
     return value
 
 
+def flag_of(item: Mapping[str, Any], name: str, place: str) -> bool:
+    """A member of the item at ``place``, false if it has none; 400 unless it is true or false."""
+    value = item.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise bad_part(f"{place}.{name}", f"is {value!r}; it must be true or false")
+    return value is True
+
+
 MODEL: Mapping[str, Any] = {
     "id": STRING,
     "object": {"const": "model"},

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from snapstream.server.http.errors import ApiError, bad_value
 from snapstream.server.openai.answer_reader import ToolCallParser
-from snapstream.server.openai.protocol import ChatBody, GenerationBody, TemplateOptions
+from snapstream.server.openai.protocol import ChatBody, GenerationBody, TemplateOptions, flag_of
 from snapstream.server.openai.tool_format import CUSTOM_INPUT, CallFormat, Function, GrammarBuilder
 from snapstream.types import Grammar
 
@@ -55,18 +55,17 @@ def template_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[st
 
 
 def _function(name: str, function: Mapping[str, Any], place: str) -> Function:
-    parameters, strict = function.get("parameters"), function.get("strict")
+    parameters = function.get("parameters")
     if parameters is None:
         parameters = {"properties": {}, "additionalProperties": False}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise bad_value(f"{place}.parameters must be a JSON schema of the type object", "tools")
-    if strict is not None and not isinstance(strict, bool):
-        raise bad_value(f"{place}.strict is {strict!r}; it must be true or false", "tools")
+    is_strict = flag_of(function, "strict", place)
     try:
         json.dumps(parameters)
     except (TypeError, ValueError, RecursionError) as error:
         raise bad_value(f"{place}.parameters is not plain JSON: {error}", "tools") from None
-    return Function(name=name, parameters={"type": "object", **parameters}, is_strict=strict is True)
+    return Function(name=name, parameters={"type": "object", **parameters}, is_strict=is_strict)
 
 
 def _custom(name: str, custom: Mapping[str, Any], place: str) -> Function:
@@ -296,13 +295,12 @@ def read_response_format(given: Mapping[str, Any] | None) -> Grammar | None:
     name = inner.get("name")
     if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
         raise _bad_format(f"json_schema.name is {name!r}; it must have 1 to 64 letters, digits, _ and -")
-    schema, strict = inner.get("schema"), inner.get("strict")
+    schema = inner.get("schema")
     if not isinstance(schema, Mapping):
         raise _bad_format("json_schema.schema must be an object")
-    if strict is not None and not isinstance(strict, bool):
-        raise _bad_format(f"json_schema.strict is {strict!r}; it must be true or false")
+    is_strict = flag_of(inner, "strict", "response_format.json_schema")
     try:
-        return Grammar.json_schema(schema, strict=bool(strict))
+        return Grammar.json_schema(schema, strict=is_strict)
     except ValueError as error:
         raise _bad_format(str(error)) from None
 
