@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import replace
 from typing import Any, get_args
@@ -29,12 +28,7 @@ from snapstream.plan.plan import Device, make_plan
 from snapstream.startup.resolve import Machine, resolve
 from snapstream.step import JobSpec, PrefillEntry
 from snapstream.types import SamplingParams
-
-LLAMA_8B = ModelConfig(
-    architecture="LlamaForCausalLM", vocab_size=128_256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8,
-    head_dim=128, intermediate_size=14_336, max_position=131_072,
-)  # fmt: skip
-GIB = 2**30
+from tests.unit.plan.test_plan import GIB, LLAMA_8B
 
 
 def on_gpu(**given: int) -> Chunking:
@@ -94,7 +88,7 @@ def test_the_engines_settings_take_all_of_it() -> None:
 
 def test_work_of_units() -> None:
     """A job of 5,000 tokens in units of 2,048: the last unit is shorter, and a short prompt costs as much as 128."""
-    cut = dataclasses.replace(on_gpu(), token_keys=1000)
+    cut = replace(on_gpu(), token_keys=1000)
 
     def job(num_tokens: int) -> JobSpec:
         entry = PrefillEntry(
@@ -107,7 +101,7 @@ def test_work_of_units() -> None:
     assert works[:3] == [2048 * (1000 + 2048), 2048 * (1000 + 4096), 904 * (1000 + 5000)]
     assert works[3:] == works[:3]  # the next layer
     assert unit_work(cut, job(3), 1) == 128 * 1003
-    assert unit_work(cut, dataclasses.replace(job(5000), chunk_len=512), 9) == 392 * 6000
+    assert unit_work(cut, replace(job(5000), chunk_len=512), 9) == 392 * 6000
 
 
 def test_predicted_time_between_tokens_stays_below_twice_the_idle_one() -> None:

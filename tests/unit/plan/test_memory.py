@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +9,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks.published import DEEPSEEK_V2_LITE, DEEPSEEK_V3, KIMI_K2, MIXTRAL_8X7B, QWEN3_30B
 from snapstream.cli.__main__ import main
-from snapstream.cli.plan import print_plan
 from snapstream.config import EngineOptions, ModelConfig, PrefixStoreConfig, as_prefix_store
 from snapstream.config.engine import BLOCK_LEN
 from snapstream.models.registry import kv_spec_of, model_config_from_dict
@@ -32,7 +29,7 @@ from snapstream.plan.plan import Device, make_plan
 from snapstream.startup.measure import HostMemory, host_memory
 from snapstream.startup.notes import describe_store
 from snapstream.startup.resolve import Machine, resolve
-from tests.unit.plan.test_plan import GIB, LLAMA_31_8B
+from tests.unit.plan.test_plan import GIB, LLAMA_8B, printed
 
 GLM_45_AIR: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
@@ -46,6 +43,7 @@ GLM_45_AIR: dict[str, Any] = {
     "use_qk_norm": False, "vocab_size": 151552,
 }  # fmt: skip
 PUBLISHED = {"qwen": QWEN3_30B, "mixtral": MIXTRAL_8X7B, "glm": GLM_45_AIR}
+LATENTS_PUBLISHED = {"v3": DEEPSEEK_V3, "lite": DEEPSEEK_V2_LITE, "kimi": KIMI_K2}
 
 
 def test_numbers_of_published_models() -> None:
@@ -60,9 +58,9 @@ def test_numbers_of_published_models() -> None:
     assert active == pytest.approx([3.3e9, 12.9e9, 12e9], rel=0.1)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PUBLISHED | LATENTS_PUBLISHED)
 def test_storage_has_the_counted_bytes(name: str) -> None:
-    model = model_config_from_dict(PUBLISHED[name])
+    model = model_config_from_dict((PUBLISHED | LATENTS_PUBLISHED)[name])
     assert DecoderWeights.empty(model, torch.bfloat16, "meta").num_bytes == weight_bytes(model, "bfloat16")
 
 
@@ -125,8 +123,6 @@ def test_first_layers_may_be_dense() -> None:
 
 # What ``plan`` counts of models that keep latents, at the sizes of published ones.
 
-LATENTS_PUBLISHED = {"v3": DEEPSEEK_V3, "lite": DEEPSEEK_V2_LITE, "kimi": KIMI_K2}
-
 
 def test_numbers_of_published_models_of_latents() -> None:
     """DeepSeek-V3 has 671B parameters without its MTP layer, Kimi K2 1.03T, V2-Lite 15.7B; a token of V3 takes 70,272
@@ -138,12 +134,6 @@ def test_numbers_of_published_models_of_latents() -> None:
     assert num_parameters(lite) == 15_706_484_224
     assert [kv_spec_of(model, "bfloat16").token_bytes() for model in (v3, lite, kimi)] == [70_272, 31_104, 70_272]
     assert v3.latent is not None and v3.latent.softmax_scale == pytest.approx(0.13523, abs=1e-5)  # plain: 0.07217
-
-
-@pytest.mark.parametrize("name", LATENTS_PUBLISHED)
-def test_storage_has_the_counted_bytes_of_latents(name: str) -> None:
-    model = model_config_from_dict(LATENTS_PUBLISHED[name])
-    assert DecoderWeights.empty(model, torch.bfloat16, "meta").num_bytes == weight_bytes(model, "bfloat16")
 
 
 def test_the_papers_rows() -> None:
@@ -173,7 +163,7 @@ def test_the_command_plans_a_config(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 # A prefix store in a plan, by hand for Llama-3.1-8B; what ``auto`` gives; what the start refuses.
 
-MODEL = model_config_from_dict(LLAMA_31_8B)
+MODEL = LLAMA_8B
 TOKEN = 2 * 32 * 8 * 128 * 2  # bytes: K and V, layers, kv heads, size of a head, bf16
 
 
@@ -183,9 +173,7 @@ def test_what_a_prefix_store_holds() -> None:
     assert plan.prefix is not None
     assert TOKEN == 131_072 and plan.prefix.num_tokens == 524_288 and plan.prefix.num_prompts == 16
     assert plan.prefix.prompt_bytes == 32_768 * TOKEN
-    shown = io.StringIO()
-    print_plan(plan, Console(file=shown, width=100))
-    assert "64 GiB on the host hold 524,288 tokens, 16 such prompts" in shown.getvalue()
+    assert "64 GiB on the host hold 524,288 tokens, 16 such prompts" in printed(plan)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -262,7 +250,6 @@ def test_more_than_is_free_is_refused() -> None:
 
 # Memory of the machine, or of the container around the process.
 
-HOST_GIB = 2**30
 MEMINFO = "MemTotal:       16777216 kB\nMemFree:         1048576 kB\nMemAvailable:    8388608 kB\n"
 
 
@@ -276,7 +263,7 @@ def host_machine(root: Path, **files: str) -> Path:
 
 
 def test_available_memory_counts_what_the_page_cache_would_give_back(tmp_path: Path) -> None:
-    assert host_memory(host_machine(tmp_path)) == HostMemory(total=16 * HOST_GIB, available=8 * HOST_GIB)
+    assert host_memory(host_machine(tmp_path)) == HostMemory(total=16 * GIB, available=8 * GIB)
     total, available = host_memory()
     assert 0 < available <= total
 
@@ -285,25 +272,25 @@ def test_a_cgroup_bounds_the_memory(tmp_path: Path) -> None:
     outer, inner = "sys__fs__cgroup__pod__", "sys__fs__cgroup__pod__own__"
     root = host_machine(tmp_path, **{
         "proc__self__cgroup": "0::/pod/own\n",
-        outer + "memory.max": f"{6 * HOST_GIB}\n", outer + "memory.current": f"{5 * HOST_GIB}\n",
-        outer + "memory.stat": f"anon 1\ninactive_file {HOST_GIB}\n",
-        inner + "memory.max": "max\n", inner + "memory.current": f"{HOST_GIB}\n", inner + "memory.stat": "",
+        outer + "memory.max": f"{6 * GIB}\n", outer + "memory.current": f"{5 * GIB}\n",
+        outer + "memory.stat": f"anon 1\ninactive_file {GIB}\n",
+        inner + "memory.max": "max\n", inner + "memory.current": f"{GIB}\n", inner + "memory.stat": "",
     })  # fmt: skip
-    assert host_memory(root) == HostMemory(total=6 * HOST_GIB, available=2 * HOST_GIB)
+    assert host_memory(root) == HostMemory(total=6 * GIB, available=2 * GIB)
 
 
 def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
-    files = {"memory.max": f"{4 * HOST_GIB}", "memory.current": f"{HOST_GIB}", "memory.stat": "inactive_file 0"}
+    files = {"memory.max": f"{4 * GIB}", "memory.current": f"{GIB}", "memory.stat": "inactive_file 0"}
     own = {"sys__fs__cgroup__" + name: text for name, text in files.items()}
     root = host_machine(tmp_path, proc__self__cgroup="0::/system.slice/elsewhere\n", **own)
-    assert host_memory(root) == HostMemory(total=4 * HOST_GIB, available=3 * HOST_GIB)
+    assert host_memory(root) == HostMemory(total=4 * GIB, available=3 * GIB)
 
 
 def test_the_older_cgroup(tmp_path: Path) -> None:
     own = "sys__fs__cgroup__memory__box__memory."
     root = host_machine(tmp_path, **{
         "proc__self__cgroup": "5:cpu,cpuacct:/box\n4:memory:/box\n",
-        own + "limit_in_bytes": f"{3 * HOST_GIB}", own + "usage_in_bytes": f"{2 * HOST_GIB}",
-        own + "stat": f"inactive_file 5\ntotal_inactive_file {HOST_GIB}",
+        own + "limit_in_bytes": f"{3 * GIB}", own + "usage_in_bytes": f"{2 * GIB}",
+        own + "stat": f"inactive_file 5\ntotal_inactive_file {GIB}",
     })  # fmt: skip
-    assert host_memory(root) == HostMemory(total=3 * HOST_GIB, available=2 * HOST_GIB)
+    assert host_memory(root) == HostMemory(total=3 * GIB, available=2 * GIB)

@@ -4,7 +4,6 @@ ranks at the sizes of DeepSeek-R1, and what the engine allocates.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import re
@@ -79,14 +78,10 @@ LLAMA_32_1B = {
     "num_hidden_layers": 16,
     "tie_word_embeddings": True,
 }
+LLAMA_8B = model_config_from_dict(LLAMA_31_8B)
 
 
-@pytest.fixture
-def llama_8b() -> ModelConfig:
-    return model_config_from_dict(LLAMA_31_8B)
-
-
-def plan_8b(config: ModelConfig, **changes: object) -> Plan:
+def plan_8b(config: ModelConfig = LLAMA_8B, **changes: object) -> Plan:
     """For 80 GiB at 3.35 TB/s; ``changes`` are settings of the engine, or arguments of ``make_plan``."""
     said = {name: changes.pop(name) for name in list(changes) if name in EngineOptions.__dataclass_fields__}
     gpu = Device(memory_bytes=changes.pop("memory_bytes", 80 * GIB))  # type: ignore[arg-type]
@@ -94,8 +89,15 @@ def plan_8b(config: ModelConfig, **changes: object) -> Plan:
     return make_plan(config, options, gpu=gpu, **changes)  # type: ignore[arg-type]
 
 
-def test_rows_of_llama_8b(llama_8b: ModelConfig) -> None:
-    plan = plan_8b(llama_8b)
+def printed(plan: Plan) -> str:
+    """What the command prints of it."""
+    out = io.StringIO()
+    print_plan(plan, Console(file=out, width=100))
+    return out.getvalue()
+
+
+def test_rows_of_llama_8b() -> None:
+    plan = plan_8b()
     assert plan.num_parameters == 8_030_261_248
     assert plan.weight_bytes == 16_060_522_496
     assert plan.token_bytes == 128 * 1024
@@ -104,8 +106,8 @@ def test_rows_of_llama_8b(llama_8b: ModelConfig) -> None:
     assert [row.full_fraction for row in plan.rows] == [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16]
 
 
-def test_rows_in_fp8_are_half_of_bf16_and_their_scales(llama_8b: ModelConfig) -> None:
-    wide, narrow = plan_8b(llama_8b), plan_8b(llama_8b, kv_dtype="fp8")
+def test_rows_in_fp8_are_half_of_bf16_and_their_scales() -> None:
+    wide, narrow = plan_8b(), plan_8b(kv_dtype="fp8")
     scales = 2 * 32 * 8 * 4
     assert narrow.kv_dtype == "fp8" and narrow.token_bytes == 64 * 1024
     assert [row.row_bytes - scales for row in narrow.rows] == [row.row_bytes // 2 for row in wide.rows]
@@ -113,37 +115,35 @@ def test_rows_in_fp8_are_half_of_bf16_and_their_scales(llama_8b: ModelConfig) ->
     assert [row.max_rows for row in wide.rows] == [2, 6, 14, 30, 61]
     assert [row.max_rows for row in narrow.rows] == [6, 14, 30, 61, 121]
     assert all(n.tokens_per_s_one > w.tokens_per_s_one for n, w in zip(narrow.rows, wide.rows, strict=True))
-    out = io.StringIO()
-    print_plan(narrow, Console(file=out, width=100))
-    assert "64 KiB per token in fp8" in out.getvalue()
+    assert "64 KiB per token in fp8" in printed(narrow)
 
 
-def test_prefill_of_llama_8b(llama_8b: ModelConfig) -> None:
-    plan = plan_8b(llama_8b)
+def test_prefill_of_llama_8b() -> None:
+    plan = plan_8b()
     assert plan.prefill.hidden_bytes == 1 * GIB
     assert plan.prefill.staging_bytes == 512 * MIB
     assert plan.prefill.transient_bytes == 512 * (4 * 4096 + 3 * 14336) * 2  # the MLP of one chunk: H E = D here
     assert plan.all_layers_staging_bytes == 16 * GIB
 
 
-def test_scoring_sets_the_temporaries_of_short_chunks(llama_8b: ModelConfig) -> None:
-    memory = prefill_memory(llama_8b, 131_072, chunk_len=64, dtype="bfloat16", selector=make_selector())
+def test_scoring_sets_the_temporaries_of_short_chunks() -> None:
+    memory = prefill_memory(LLAMA_8B, 131_072, chunk_len=64, dtype="bfloat16", selector=make_selector())
     block = 32 * 32 * 4096  # voting queries x heads x keys
     keys = 8 * 128 * 4096
     scores = 3 * 8 * 131_072  # as voted, pooled, one pass of carrying ahead
     assert memory.transient_bytes == 4 * (block + keys + scores)
 
 
-def test_prefill_memory_does_not_grow_with_layers(llama_8b: ModelConfig) -> None:
-    deep = dataclasses.replace(llama_8b, num_layers=3 * llama_8b.num_layers)
+def test_prefill_memory_does_not_grow_with_layers() -> None:
+    deep = replace(LLAMA_8B, num_layers=3 * LLAMA_8B.num_layers)
     sizes = [
-        prefill_memory(c, 32_768, chunk_len=512, dtype="bfloat16", selector=make_selector()) for c in (llama_8b, deep)
+        prefill_memory(c, 32_768, chunk_len=512, dtype="bfloat16", selector=make_selector()) for c in (LLAMA_8B, deep)
     ]
     assert sizes[0] == sizes[1]
 
 
-def test_rows_that_fit_and_speed_of_llama_8b(llama_8b: ModelConfig) -> None:
-    plan = plan_8b(llama_8b)
+def test_rows_that_fit_and_speed_of_llama_8b() -> None:
+    plan = plan_8b()
     pool = (131_072 + 4096) * (4096 + 2 * 8 * 128) * 2 + 4 * 60_817_408  # the pool and 2,048 tokens
     assert plan.prefill_pool_bytes == pool
     left = 80 * GIB - 16_060_522_496 - pool - FRAMEWORK_BYTES  # 63.0 GiB: 15 rows of 4 GiB, one of them the padding row
@@ -157,22 +157,20 @@ def test_rows_that_fit_and_speed_of_llama_8b(llama_8b: ModelConfig) -> None:
     assert row.tokens_per_s_max == pytest.approx(624.2, abs=0.1)
 
 
-def test_model_larger_than_memory_fits_no_row(llama_8b: ModelConfig) -> None:
-    for row in plan_8b(llama_8b, memory_bytes=8 * GIB).rows:
+def test_model_larger_than_memory_fits_no_row() -> None:
+    for row in plan_8b(memory_bytes=8 * GIB).rows:
         assert row.max_rows == 0
         assert row.tokens_per_s_max == 0
 
 
-def test_memory_for_padding_row_only_fits_no_row(llama_8b: ModelConfig) -> None:
-    fixed = 16_060_522_496 + plan_8b(llama_8b).prefill_pool_bytes + FRAMEWORK_BYTES + 32 * MIB  # for 2 decoding rows
-    max_rows = [
-        plan_8b(llama_8b, memory_bytes=fixed + rows * 4 * GIB, budgets=[32_768]).rows[1].max_rows for rows in (1, 2, 3)
-    ]
+def test_memory_for_padding_row_only_fits_no_row() -> None:
+    fixed = 16_060_522_496 + plan_8b().prefill_pool_bytes + FRAMEWORK_BYTES + 32 * MIB  # for 2 decoding rows
+    max_rows = [plan_8b(memory_bytes=fixed + rows * 4 * GIB, budgets=[32_768]).rows[1].max_rows for rows in (1, 2, 3)]
     assert max_rows == [0, 1, 2]
 
 
-def test_short_prompt_reads_only_its_own_slots(llama_8b: ModelConfig) -> None:
-    plan = plan_8b(llama_8b, prompt_len=1000, max_model_len=8192, budgets=[4096])
+def test_short_prompt_reads_only_its_own_slots() -> None:
+    plan = plan_8b(prompt_len=1000, max_model_len=8192, budgets=[4096])
     full, budgeted = plan.rows
     assert (full.capacity, full.visible_slots, budgeted.visible_slots) == (8192, 1000, 1000)
     assert full.tokens_per_s_one == budgeted.tokens_per_s_one
@@ -181,7 +179,7 @@ def test_short_prompt_reads_only_its_own_slots(llama_8b: ModelConfig) -> None:
 def test_tied_embedding_is_read_in_full() -> None:
     config = model_config_from_dict(LLAMA_32_1B)
     assert decode_weight_bytes(config, "bfloat16") == 1_235_814_400 * 2
-    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    untied = replace(config, tie_word_embeddings=False)
     assert decode_weight_bytes(untied, "bfloat16") == 1_235_814_400 * 2
 
 
@@ -191,11 +189,11 @@ def test_default_budgets_stop_at_the_smallest_possible() -> None:
     assert default_budgets(36) == ()
 
 
-def test_default_prompt_is_the_context_up_to_a_limit(llama_8b: ModelConfig) -> None:
-    assert plan_8b(dataclasses.replace(llama_8b, max_position=8192)).prompt_len == 8192
-    long = plan_8b(dataclasses.replace(llama_8b, max_position=10**6))
+def test_default_prompt_is_the_context_up_to_a_limit() -> None:
+    assert plan_8b(replace(LLAMA_8B, max_position=8192)).prompt_len == 8192
+    long = plan_8b(replace(LLAMA_8B, max_position=10**6))
     assert (long.prompt_len, long.max_model_len) == (131_072, 131_072)
-    limited = plan_8b(llama_8b, max_model_len=4096)
+    limited = plan_8b(max_model_len=4096)
     assert (limited.prompt_len, limited.max_model_len) == (4096, 4096)
 
 
@@ -213,11 +211,9 @@ def test_default_prompt_is_the_context_up_to_a_limit(llama_8b: ModelConfig) -> N
         ({"budgets": [35]}, ("budget of 35", "36")),
     ],
 )
-def test_wrong_values_name_value_and_limit(
-    llama_8b: ModelConfig, changes: dict[str, object], words: tuple[str, ...]
-) -> None:
+def test_wrong_values_name_value_and_limit(changes: dict[str, object], words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as caught:
-        plan_8b(llama_8b, **changes)
+        plan_8b(**changes)
     for word in words:
         assert word in str(caught.value)
 
@@ -242,10 +238,8 @@ def test_plan_agrees_with_what_the_engine_allocates() -> None:
     assert SCORING_KEYS == CHUNK
 
 
-def test_report_prints_every_row(llama_8b: ModelConfig) -> None:
-    out = io.StringIO()
-    print_plan(plan_8b(llama_8b, budgets=[32_768, 65_536]), Console(file=out, width=100))
-    text = out.getvalue()
+def test_report_prints_every_row() -> None:
+    text = printed(plan_8b(budgets=[32_768, 65_536]))
     for words in (
         "8,030.3M",
         "128 KiB per token",
@@ -262,24 +256,21 @@ def test_report_prints_every_row(llama_8b: ModelConfig) -> None:
     assert lines[2][0] == "65,536"
 
 
-def test_report_says_none_where_no_row_fits(llama_8b: ModelConfig) -> None:
-    out = io.StringIO()
-    print_plan(plan_8b(llama_8b, memory_bytes=8 * GIB, budgets=[4096]), Console(file=out, width=100))
-    assert out.getvalue().count("none") == 2
+def test_report_says_none_where_no_row_fits() -> None:
+    assert printed(plan_8b(memory_bytes=8 * GIB, budgets=[4096])).count("none") == 2
 
 
-def test_hops_and_a_draft_are_counted(llama_8b: ModelConfig) -> None:
-    plain = plan_8b(llama_8b, budgets=[32_768])
-    hopped = plan_8b(llama_8b, budgets=[32_768], selector="hops")
+def test_hops_and_a_draft_are_counted() -> None:
+    plain = plan_8b(budgets=[32_768])
+    hopped = plan_8b(budgets=[32_768], selector="hops")
     assert hopped.prefill.query_bytes == 131_072 * 4096 * 2
     assert hopped.prefill.total_bytes == plain.prefill.total_bytes + hopped.prefill.query_bytes
     assert hopped.prefill_pool_bytes == plain.prefill_pool_bytes + (131_072 + 4096) * 4096 * 2
     draft = DraftMemory(weight_bytes=4 * GIB, working_bytes=4 * GIB)
-    assert plan_8b(llama_8b, budgets=[32_768], draft=draft).rows[1].max_rows == plain.rows[1].max_rows - 2
-    out = io.StringIO()
-    print_plan(dataclasses.replace(hopped, draft=draft), Console(file=out, width=100))
-    assert "1 GiB queries of one layer, for hops" in out.getvalue()
-    assert "4 GiB of weights, 4 GiB at peak while it scores a text" in out.getvalue()
+    assert plan_8b(budgets=[32_768], draft=draft).rows[1].max_rows == plain.rows[1].max_rows - 2
+    text = printed(replace(hopped, draft=draft))
+    assert "1 GiB queries of one layer, for hops" in text
+    assert "4 GiB of weights, 4 GiB at peak while it scores a text" in text
 
 
 def test_passages_that_look_ahead_together_are_held_together() -> None:

@@ -35,14 +35,9 @@ from snapstream.startup.notes import describe_budget, describe_decode, describe_
 from snapstream.startup.resolve import Machine, resolve
 from tests.gguf_files import write_gguf
 from tests.parity.checkpoints import make_model, save
+from tests.unit.plan.test_plan import GIB, LLAMA_32_1B
 
-GIB = 2**30
-LLAMA_1B = model_config_from_dict({
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "hidden_size": 2048,
-    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
-    "intermediate_size": 8192, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
-    "hidden_act": "silu", "tie_word_embeddings": True,
-})  # fmt: skip
+LLAMA_1B = model_config_from_dict(LLAMA_32_1B)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # whole blocks of every GGUF type
 H100 = Machine(device="cuda", free_bytes=80 * GIB, total_bytes=80 * GIB, name="Some GPU", capability=(9, 0))
