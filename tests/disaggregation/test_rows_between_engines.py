@@ -75,11 +75,18 @@ def logprobs(output: RequestOutput) -> list[float]:
 
 
 def check(pair: Pair, requests: list[Request]) -> None:
+    """Answers to prompts that the other engine read are those of one engine; every row has the planned bytes."""
     alone = pair.answerer.answer([replace(request, request_id=f"alone {request.request_id}") for request in requests])
+    num_before = pair.answerer.engine.transfer_stats.num_bytes
     for own, apart in zip(alone, pair.run(requests), strict=True):
         is_equal = told(apart) == told(own)  # the texts of a difference would take minutes
         assert is_equal, apart.request_id
         assert logprobs(apart) == pytest.approx(logprobs(own), abs=1e-4)
+    config = pair.answerer.config
+    sizes = row_sizes(pair.answerer.model_config, config)
+    rows = [(len(one.prompt_token_ids), one.budget or config.budget) for one in requests]
+    planned = sum(sizes.row_bytes(*row) - sizes.hidden_bytes for row in rows)
+    assert pair.answerer.engine.transfer_stats.num_bytes - num_before == planned
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +121,6 @@ def test_every_kind_of_row(letters: Path, more: dict[str, Any]) -> None:
     with joined(letters, **{**SETTINGS, **more}) as pair:
         requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
         check(pair, requests)
-        sizes, budget = row_sizes(pair.answerer.model_config, pair.answerer.config), pair.answerer.config.budget
-        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), budget) - sizes.hidden_bytes for one in requests)
-        assert pair.answerer.engine.transfer_stats.num_bytes == planned
 
 
 def shares(folder: Path, *, turned: bool = False) -> HeadProfile:
@@ -137,8 +141,6 @@ def test_rows_whose_heads_have_slots_of_their_own(letters: Path, more: dict[str,
         requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
         check(pair, requests)
         sizes = row_sizes(pair.answerer.model_config, config)
-        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
-        assert pair.answerer.engine.transfer_stats.num_bytes == planned
         unlike = sizes.layer_bytes(120, BUDGET)
         equal = row_sizes(pair.answerer.model_config, replace(config, heads=None)).layer_bytes(120, BUDGET)
         assert len(set(unlike)) == 3 and sum(unlike) == sum(equal)
@@ -151,9 +153,6 @@ def test_rows_in_groups(kv_dtype: str, tmp_path: Path) -> None:
     with joined(folder, **SETTINGS, kv_dtype=kv_dtype) as pair:
         requests = requests_of({"greedy": replace(GREEDY, max_tokens=40), "n": PARAMS["seeded, three samples"]})
         check(pair, requests)
-        sizes, budget = row_sizes(pair.answerer.model_config, pair.answerer.config), pair.answerer.config.budget
-        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), budget) - sizes.hidden_bytes for one in requests)
-        assert pair.answerer.engine.transfer_stats.num_bytes == planned
 
 
 @pytest.mark.parametrize("name", ["qwen2-windows", "llama4"])
@@ -165,8 +164,6 @@ def test_rows_with_windows(name: str, tmp_path: Path) -> None:
         requests.append(Request(request_id="short", prompt_token_ids=prompt(20), sampling=GREEDY))
         check(pair, requests)
         sizes = row_sizes(pair.answerer.model_config, pair.answerer.config)
-        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
-        assert pair.answerer.engine.transfer_stats.num_bytes == planned
         if name == "qwen2-windows":
             full, window, _ = sizes.layer_bytes(120, BUDGET)
             assert full * 33 == window * BUDGET.capacity
@@ -184,8 +181,6 @@ def test_rows_of_unlike_layers(name: str, kv_dtype: str, tmp_path: Path) -> None
         requests = requests_of(params, (5, 33, 120))
         check(pair, requests)
         sizes = row_sizes(pair.answerer.model_config, pair.answerer.config)
-        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
-        assert pair.answerer.engine.transfer_stats.num_bytes == planned
         assert (0 in sizes.layer_bytes(120, BUDGET)) == (name in ("gemma4-shared", "gemma3n"))
 
 
@@ -208,8 +203,6 @@ def test_rows_with_states(name: str, tmp_path: Path) -> None:
         check(pair, requests)
         spec, config = pair.answerer.engine.runner.cache.spec, pair.answerer.config
         sizes = row_sizes(pair.answerer.model_config, config)
-        planned = sum(sizes.row_bytes(len(one.prompt_token_ids), BUDGET) - sizes.hidden_bytes for one in requests)
-        assert pair.answerer.engine.transfer_stats.num_bytes == planned
         assert sum(sizes.layer_bytes(120, BUDGET)) == spec.row_bytes(32)
 
 
