@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
 from snapstream.config import KVBudget
 from snapstream.disaggregation.connector import KVReceiver, KVSender, ReceiveBuffer
 from snapstream.disaggregation.protocol import PURPOSE, RowHeader, RowSizes, TransferSettings
@@ -30,6 +32,11 @@ SIZES = sizes_of()
 BUDGET = KVBudget(num_sink=1, num_topk=2, num_recent=3)
 REPORT = b'{"a": 1}'
 MAX_REPORT = 64
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
 
 
 def header_of(prompt_len: int = 9, **changes: Any) -> RowHeader:

@@ -25,7 +25,7 @@ from snapstream.types import (
     SamplingParams,
 )
 from snapstream.wire import WireError, pack
-from tests.disaggregation.rows import values_of, with_values
+from tests.disaggregation.rows import JSON_VALUES, values_of, with_values
 
 TICKET = RowTicket(host="127.0.0.1", port=7, key="ab" * 16, uses_tls=True)
 BUDGET = KVBudget(num_sink=1, num_topk=2, num_recent=3)
@@ -105,11 +105,6 @@ def test_a_selector_that_only_this_process_knows_is_refused() -> None:
         request_to_bytes(prefill_request(REQUEST, TICKET, BUDGET, Own()))
 
 
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
 ASKED = request_to_bytes(prefill_request(REQUEST, TICKET, BUDGET, SnapKV()))
 BARE = pack(PrefillReport(compression=COMPRESSION, prefix=PrefixUse()))
 
@@ -126,7 +121,7 @@ def changed(data: bytes, kind: type, name: str, value: Any, *, inner: bool = Fal
 @settings(max_examples=300, deadline=None)
 @given(
     name=st.sampled_from([*(field.name for field in fields(Request)), "ticket", "selector", "budget"]),
-    value=_json,
+    value=JSON_VALUES,
     inner=st.booleans(),
 )
 def test_a_request_is_read_or_refused(name: str, value: Any, inner: bool) -> None:
@@ -148,7 +143,7 @@ def test_of_sampling_only_what_concerns_the_prompt_is_read() -> None:
 
 
 @settings(max_examples=300, deadline=None)
-@given(name=st.sampled_from([field.name for field in fields(Compression)]), value=_json)
+@given(name=st.sampled_from([field.name for field in fields(Compression)]), value=JSON_VALUES)
 @example(name="compress_ms", value=10**400)
 @example(name="kept_tokens", value=-1)
 @example(name="kept_bitmap", value=[])

@@ -41,6 +41,7 @@ from snapstream.wire import (
 )
 from tests.disaggregation.rows import (
     BUDGET,
+    JSON_VALUES,
     MAX_REPORT,
     REPORT,
     SECRET,
@@ -449,19 +450,12 @@ def test_no_head_takes_more_memory_than_the_row_has(kind: int, number: int, size
         assert landing.num_bytes <= MOST
 
 
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-
 NAMES = [field.name for field in fields(RowHeader)]
 VALUES, _ = values_of(pack(HEADER))
 
 
 @settings(max_examples=300, deadline=None)
-@given(changes=st.dictionaries(st.sampled_from([*NAMES, "more"]), _json, max_size=3))
+@given(changes=st.dictionaries(st.sampled_from([*NAMES, "more"]), JSON_VALUES, max_size=3))
 @example(changes={"budget": [0, 2, 0]})
 @example(changes={"hidden_bytes": -1})
 def test_a_header_is_right_or_refused(changes: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ from snapstream.models.registry import read_model_config
 from snapstream.models.sharding import Share
 from snapstream.models.tokenizer import has_tokenizer, load_tokenizer
 from snapstream.startup.build import build_rank, grammar_compiler, load_draft_model
-from snapstream.step import JobSpec, PrefillEntry, StepPlan, UnitRange
+from snapstream.step import JobSpec, PrefillEntry, PrefillResult, StepPlan, UnitRange
 from snapstream.types import RequestOutput, SamplingParams
 from snapstream.wire import pack, unpack
 
@@ -134,29 +134,45 @@ class Asked:
     selector: Selector = field(default_factory=lambda: SnapKV(observation_len=8))
 
 
+def runner_of(group: Group, asked: Asked, *, dtype: DType = "float32", **settings: Any) -> ModelRunner:
+    """A runner of two rows over this rank's share."""
+    model = read_model_config(asked.folder)
+    parallel = ParallelConfig(size=group.size, attention=asked.attention, experts=asked.experts)
+    share = Share.of(model, parallel, group.rank, asked.formats)
+    make = make_panels(load()) if asked.executor == "looped" else make_matrix
+    weights = load_weights(asked.folder, model, getattr(torch, dtype), "cpu", False, asked.formats, make, share)
+    config = EngineConfig(
+        max_rows=2,
+        chunking=Chunking(chunk_len=16),
+        executor=asked.executor,
+        weights=asked.formats,
+        dtype=dtype,
+        parallel=parallel,
+        **settings,
+    )
+    return ModelRunner(Decoder(model, weights, group=group), config)
+
+
+def prefill(runner: ModelRunner, params: Sequence[SamplingParams]) -> dict[str, PrefillResult]:
+    """Read ``PROMPTS`` in chunks, each into its row."""
+    config = runner.config
+    entries = tuple(
+        PrefillEntry(request_id=str(row), token_ids=prompt, rows=(row,), seeds=(row,), sampling=params[row],
+                     budget=config.budget, selector=config.selector)
+        for row, prompt in enumerate(PROMPTS)
+    )  # fmt: skip
+    job = JobSpec(job_id=0, staging_start=0, entries=entries, chunk_len=16)
+    units = UnitRange(0, 0, job.num_units(runner.decoder.config.num_layers))
+    return runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled
+
+
 @torch.inference_mode()
 def forced_logits(
     group: Group, asked: Asked, dtype: DType, kv_dtype: KVDType, num_steps: int, tokens: Tensor | None = None
 ) -> Tensor:
     """Logits ``[steps, rows, V]`` of ``PROMPTS``, fed ``tokens [steps, rows]``, by default the likeliest."""
-    model = read_model_config(asked.folder)
-    parallel = ParallelConfig(size=group.size)
-    make = make_panels(load()) if asked.executor == "looped" else make_matrix
-    share = Share.of(model, parallel, group.rank, asked.formats)
-    weights = load_weights(asked.folder, model, getattr(torch, dtype), "cpu", False, asked.formats, make, share)
-    config = EngineConfig(budget=KVBudget.full(200), max_model_len=200, max_rows=2, chunking=Chunking(chunk_len=16),
-                          executor=asked.executor, weights=asked.formats, dtype=dtype, kv_dtype=kv_dtype,
-                          parallel=parallel)  # fmt: skip
-    runner = ModelRunner(Decoder(model, weights, group=group), config)
-    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_steps)
-    entries = tuple(
-        PrefillEntry(request_id=str(row), token_ids=prompt, rows=(row,), seeds=(row,), sampling=params,
-                     budget=config.budget, selector=config.selector)
-        for row, prompt in enumerate(PROMPTS)
-    )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=entries, chunk_len=16)
-    units = UnitRange(0, 0, job.num_units(model.num_layers))
-    runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result()
+    runner = runner_of(group, asked, budget=KVBudget.full(200), max_model_len=200, dtype=dtype, kv_dtype=kv_dtype)
+    prefill(runner, [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_steps)] * 2)
     found, rows = [], torch.tensor([0, 1])
     runner.rows.last_token[:2] = 7  # whatever was drawn
     for step in range(num_steps):
@@ -181,27 +197,12 @@ class Answered:
 @torch.inference_mode()
 def answered(group: Group, asked: Asked) -> Answered:
     """Two prompts, prefilled in chunks and decoded by a runner over this rank's share."""
-    model = read_model_config(asked.folder)
-    parallel = ParallelConfig(size=group.size, attention=asked.attention, experts=asked.experts)
-    share = Share.of(model, parallel, group.rank, asked.formats)
-    make = make_panels(load()) if asked.executor == "looped" else make_matrix
-    weights = load_weights(asked.folder, model, torch.float32, "cpu", False, asked.formats, make, share)
     budget = KVBudget.full(100) if asked.budget is None else KVBudget.of(asked.budget, observation_len=8)
     heads = None if asked.heads is None else asked.heads.slots(budget, 100)
-    config = EngineConfig(budget=budget, max_model_len=100, max_rows=2, chunking=Chunking(chunk_len=16),
-                          executor=asked.executor, weights=asked.formats,
-                          selector=asked.selector, parallel=parallel, heads=heads)  # fmt: skip
-    runner = ModelRunner(Decoder(model, weights, group=group), config)
+    runner = runner_of(group, asked, budget=budget, max_model_len=100, selector=asked.selector, heads=heads)
     params = [SamplingParams(temperature=0.0, ignore_eos=True, return_kept=kept, prompt_logprobs=logprobs, max_tokens=9)
               for kept, logprobs in ((True, None), ("bitmap", 2))]  # fmt: skip
-    entries = tuple(
-        PrefillEntry(request_id=str(row), token_ids=prompt, rows=(row,), seeds=(row,), sampling=params[row],
-                     budget=budget, selector=config.selector)
-        for row, prompt in enumerate(PROMPTS)
-    )  # fmt: skip
-    job = JobSpec(job_id=0, staging_start=0, entries=entries, chunk_len=16)
-    units = UnitRange(0, 0, job.num_units(model.num_layers))
-    prefilled = runner.submit(StepPlan(step_id=0, opened_jobs=(job,), units=(units,))).result().prefilled
+    prefilled = prefill(runner, params)
     rows = (0, 1)
     tokens = [[prefilled[str(row)].tokens[0].token_id] for row in rows]
     for step in range(STEPS):
@@ -214,7 +215,7 @@ def answered(group: Group, asked: Asked) -> Answered:
         kept=[(c.kept_positions, c.kept_bitmap) for c in compressions],
         logprobs=[one.logprob for one in (prefilled["1"].prompt_logprobs or []) if one is not None],
         row_bytes=[c.row_bytes for c in compressions],
-        own_bytes=(weights.num_bytes, runner.cache.num_bytes),
+        own_bytes=(runner.decoder.weights.num_bytes, runner.cache.num_bytes),
     )
 
 

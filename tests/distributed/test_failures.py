@@ -49,18 +49,23 @@ from tests.waiting import HANG_S, until, until_async
 LOST = r"rank 1 was killed by SIGKILL"
 
 
-def workers_of(pid: int) -> list[int]:
-    """Worker ranks of the engine process ``pid``."""
+def children_of(pid: int, command: bytes = b"") -> list[int]:
+    """Processes that ``pid`` started, of those whose command line has ``command``."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            is_worker = b"spawned_worker" in (folder / "cmdline").read_bytes()
+            is_meant = command in (folder / "cmdline").read_bytes()
         except (OSError, ValueError):
             continue
-        if parent == pid and is_worker:
+        if parent == pid and is_meant:
             found.append(int(folder.name))
     return found
+
+
+def workers_of(pid: int) -> list[int]:
+    """Worker ranks of the engine process ``pid``."""
+    return children_of(pid, b"spawned_worker")
 
 
 class Served:
@@ -219,18 +224,6 @@ def test_a_stopped_worker_ends_the_call_of_an_llm(folder: Path, executor: str | 
     assert not is_running(worker)
 
 
-def children_of(pid: int) -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if parent == pid:
-            found.append(int(folder.name))
-    return found
-
-
 # Worker ranks as rank 0 sees them: waited for, watched, told, ended. They run no model here, and start at once.
 
 
@@ -321,24 +314,19 @@ time.sleep(600)
 """
 
 
-def test_a_killed_rank_0_leaves_none_behind() -> None:
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+
+
+@pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=LINUX)])
+def test_a_killed_rank_0_leaves_none_behind(is_stopped: bool) -> None:
+    """A stopped worker cannot notice that its channel is closed."""
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, env=env) as rank_0:
         assert rank_0.stdout is not None
         pid = int(rank_0.stdout.readline())
         assert is_running(pid)
-        rank_0.kill()
-    until(lambda: not is_running(pid))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
-def test_a_stopped_worker_ends_with_rank_0() -> None:
-    """It cannot notice that its channel is closed."""
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", RANK_0], stdout=subprocess.PIPE, text=True, env=env) as rank_0:
-        assert rank_0.stdout is not None
-        pid = int(rank_0.stdout.readline())
-        os.kill(pid, signal.SIGSTOP)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
         rank_0.kill()
     until(lambda: not is_running(pid))
 

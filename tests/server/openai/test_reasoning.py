@@ -52,6 +52,12 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"a": "wörld"}}\n</tool_call>
 TOOL = {"type": "function", "function": {"name": "get", "parameters": {"type": "object", "properties": {"a": {}}}}}
 
 
+def split(parser: ReasoningSplitter | HarmonySplitter, text: str, size: int) -> tuple[str, str]:
+    """The reasoning and the answer of a text that comes in pieces of ``size``."""
+    gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)] + [parser.finish()]
+    return "".join(one for one, _ in gains), "".join(one for _, one in gains)
+
+
 @pytest.mark.parametrize(
     ("beginning", "text", "thought", "answer"),
     [
@@ -86,10 +92,7 @@ def test_pieces_of_every_size_read_the_same(beginning: AnswerStart, text: str, t
     names = {"channel": "gemma4", "mm:": "minimax_m3", "[THINK]": "mistral", "RESPONSE": "cohere"}
     tags = TAGS[next((parser for name, parser in names.items() if name in text), "qwen3")]
     for size in range(1, len(text) + 2):
-        parser = ReasoningSplitter(beginning, tags)
-        gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
-        gains.append(parser.finish())
-        assert ("".join(one for one, _ in gains), "".join(one for _, one in gains)) == (thought, answer), size
+        assert split(ReasoningSplitter(beginning, tags), text, size) == (thought, answer), size
 
 
 # The parts of gpt-oss's chat template that matter here.
@@ -127,10 +130,7 @@ MARK = "<|channel|>commentary to=functions.get<|message|>"
 )  # fmt: skip
 def test_channels(text: str, thought: str, answer: str) -> None:
     for size in range(1, len(text) + 2):
-        parser = HarmonySplitter()
-        gains = [parser.push(text[place : place + size]) for place in range(0, len(text), size)]
-        gains.append(parser.finish())
-        assert ("".join(one for one, _ in gains), "".join(one for _, one in gains)) == (thought, answer), size
+        assert split(HarmonySplitter(), text, size) == (thought, answer), size
 
 
 def test_channels_stream_and_are_counted() -> None:

@@ -26,8 +26,10 @@ FUNCTIONS = tuple(Function(name=name, parameters={"type": "object"}) for name in
 Whole = tuple[str, list[tuple[str, str]]]  # content, calls as (name, arguments)
 
 
-def read(form: CallFormat, pieces: Sequence[str], max_calls: int | None = None) -> list[CallEvent]:
-    parser = ToolCallParser(form, FUNCTIONS, max_calls=max_calls)
+def read(
+    form: CallFormat, pieces: Sequence[str], max_calls: int | None = None, functions: Sequence[Function] = FUNCTIONS
+) -> list[CallEvent]:
+    parser = ToolCallParser(form, functions, max_calls=max_calls)
     return [event for piece in pieces for event in parser.push(piece)] + parser.finish()
 
 
@@ -37,8 +39,8 @@ def put_together(events: Sequence[CallEvent]) -> Whole:
         match event:
             case Content(text):
                 content += text
-            case CallStart(index, name, call_id):
-                assert index == len(calls) and call_id
+            case CallStart(index, name, call_id, is_custom):
+                assert index == len(calls) and call_id and is_custom == (name == "run")
                 calls.append((name, ""))
             case CallPiece(index, text):
                 assert index == len(calls) - 1
@@ -295,20 +297,7 @@ NAMES = sorted(FORMATS)
 
 
 def tool_formats_read(name: str, pieces: Sequence[str], max_calls: int | None = None) -> Whole:
-    parser = ToolCallParser(FORMATS[name], TOOL_FORMATS_FUNCTIONS, max_calls=max_calls)
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
-    content, calls = "", []
-    for event in events:
-        match event:
-            case Content(text):
-                content += text
-            case CallStart(index, called, call_id, is_custom):
-                assert index == len(calls) and call_id and is_custom == (called == "run")
-                calls.append((called, ""))
-            case CallPiece(index, text):
-                assert index == len(calls) - 1
-                calls[index] = (calls[index][0], calls[index][1] + text)
-    return content, calls
+    return put_together(read(FORMATS[name], pieces, max_calls, TOOL_FORMATS_FUNCTIONS))
 
 
 def test_every_format_has_fixtures_and_a_name_for_users() -> None:

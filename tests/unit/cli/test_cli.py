@@ -47,6 +47,16 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
+def assert_refused(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The command prints one line, an error with these words, and nothing else."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"snapstream {snapstream.__version__}\n"
@@ -244,12 +254,7 @@ def test_plan_table(config_file: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_plan_refuses_in_one_line(
     config_file: Path, options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", str(config_file), *options]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    for word in words:
-        assert word in captured.err
+    assert_refused(["plan", str(config_file), *options], words, capsys)
 
 
 @pytest.mark.parametrize(
@@ -262,10 +267,7 @@ def test_plan_refuses_configs_in_one_line(
     file = tmp_path / "config.json"
     if content is not None:
         file.write_text(content)
-    assert main(["plan", str(file)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert word in err
+    assert_refused(["plan", str(file)], [word], capsys)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from snapstream.types import (
     SamplingParams,
     Timings,
 )
+from tests.unit.cli.test_cli import assert_refused
 from tests.waiting import HANG_S
 
 SOURCE = Path(snapstream.__file__).parents[1]
@@ -231,12 +232,7 @@ def test_chat_follows_the_checkpoint_unless_told() -> None:
     ],
 )
 def test_generate_refuses_in_one_line(options: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", str(TINY), *options]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
-    for word in words:
-        assert word in captured.err
+    assert_refused(["generate", str(TINY), *options], words, capsys)
 
 
 def test_generate_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
