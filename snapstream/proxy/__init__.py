@@ -201,7 +201,7 @@ class ForwardedResponse(StreamedResponse):
     """An upstream answer on its way to the client, with ``extra`` headers."""
 
     def __init__(self, answer: httpx.Response, extra: Mapping[str, str], on_end: Callable[[int, str], None]) -> None:
-        super().__init__(answer, on_end, answer.status_code)
+        super().__init__(answer.aclose, on_end, answer.status_code)
         self._answer = answer
         pairs = [(name.lower(), value) for name, value in answer.headers.raw]
         own = [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in extra.items()]

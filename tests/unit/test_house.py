@@ -47,9 +47,9 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 201,
-    "Python lines of the package": 53662,
+    "Python lines of the package": 53660,
     "C++ files": 27,  # a stage for recurrent layers, and their prefill
-    "files under tests/": 226,
+    "files under tests/": 225,
     "modules with one importer": 20,
     "words to learn in docs/architecture.md": 20,
 }

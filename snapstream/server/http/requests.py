@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapp
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from fastapi import Request, Response
 from pydantic_core import from_json, to_json
@@ -70,25 +70,21 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class Source(Protocol):
-    async def aclose(self) -> object: ...
-
-
 class StreamedResponse(Response):
-    """Sent piece by piece from a source, which is closed at the end, at the latest when the client disconnects.
+    """Sent piece by piece from a source that ``close`` closes: at the end, at the latest when the client disconnects.
 
     ``on_end`` is called once, with the status and why the answer is incomplete, or "".
     """
 
     def __init__(
         self,
-        source: Source,
+        close: Callable[[], Awaitable[None]],
         on_end: Callable[[int, str], None],
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(status_code=status, headers=headers)
-        self._source, self._on_end = source, on_end
+        self._close, self._on_end = close, on_end
         self.end_reason = "left"  # unless it ends otherwise
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,7 +94,7 @@ class StreamedResponse(Response):
             pass
         finally:
             try:
-                await self._source.aclose()
+                await self._close()
             finally:
                 self._on_end(self.status_code, self.end_reason)
 
@@ -122,7 +118,7 @@ class EventStream(StreamedResponse):
         end: bytes = DONE,
     ) -> None:
         """``fault_item``: the item for an error that ends the stream. ``end`` follows the last item."""
-        super().__init__(rest, on_end, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(rest.aclose, on_end, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._first, self._rest, self._end = first, rest, end
         self._as_api_error, self._fault_item = as_api_error, fault_item
