@@ -13,10 +13,10 @@ from snapstream.server.engine.api import RequestDelta
 from snapstream.server.options import ServerSettings
 from snapstream.types import Request
 from tests.server.app_server import on_socket
-from tests.server.fake_engine import FACTS, FakeEngine, template_tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, template_tokenizer
 from tests.server.templates import TELLING, prompt_of
 
-LONG = replace(FACTS, engine=EngineConfig(budget=KVBudget.of(128), max_model_len=65_536, max_rows=4))
+LONG = replace(METADATA, engine=EngineConfig(budget=KVBudget.of(128), max_model_len=65_536, max_rows=4))
 
 
 @dataclass

@@ -69,8 +69,8 @@ def ask(server: ServerProcess, body: dict[str, Any]) -> Answer:
 
 def streamed(server: ServerProcess, body: dict[str, Any]) -> str:
     """The text of a stream, which must end well."""
-    told = HTTP.post(f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=HANG_S).text
-    *frames, done = [part.removeprefix("data: ") for part in told.split("\n\n")[:-1]]
+    received = HTTP.post(f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=HANG_S).text
+    *frames, done = [part.removeprefix("data: ") for part in received.split("\n\n")[:-1]]
     assert done == "[DONE]"
     return "".join(json.loads(frame)["choices"][0]["text"] for frame in frames)
 
@@ -175,16 +175,16 @@ def killed_after(pool: ThreadPoolExecutor, answering: ServerProcess, reader: Ser
     until(lambda: metric(answering, "rows_received_total") > before)
     reader.process.kill()
     reader.process.wait(HANG_S)
-    status, told = choices(pending)
-    assert status == 200 and told[0]["text"].startswith(good[1][0]["text"])
+    status, answered = choices(pending)
+    assert status == 200 and answered[0]["text"].startswith(good[1][0]["text"])
 
 
 def killed_before(answering: ServerProcess, reader: ServerProcess, good: Answer) -> None:
     """Nobody listens at the first address any more: the other server reads all."""
     assert not is_running(reader.pid)
     for _ in range(3):
-        status, told = ask(answering, SHORT)
-        assert (status, told["choices"]) == good
+        status, answered = ask(answering, SHORT)
+        assert (status, answered["choices"]) == good
 
 
 def answering_killed(pool: ThreadPoolExecutor, answering: ServerProcess, reader: ServerProcess) -> None:
@@ -238,8 +238,8 @@ def test_what_does_not_fit_together(
     else:
         monkeypatch.setenv(SECRET_VARIABLE, "a secret of thirty-two characters")
     assert main(["serve", *options]) == 2
-    told = " ".join(word for word in capsys.readouterr().err.split() if word != "│")
-    assert says in told
+    printed = " ".join(word for word in capsys.readouterr().err.split() if word != "│")
+    assert says in printed
 
 
 # A server of two ranks reads prompts for another one of two ranks: answers are those of one device, whoever dies.

@@ -60,7 +60,7 @@ def requests_of(params: dict[str, SamplingParams], sizes: tuple[int, ...] = (5, 
     ]
 
 
-def told(output: RequestOutput) -> Any:
+def reported(output: RequestOutput) -> Any:
     compression = output.compression
     assert compression is not None
     samples = [(s.text, s.token_ids, s.finish_reason, s.stop_reason) for s in output.samples]
@@ -79,7 +79,7 @@ def check(pair: Pair, requests: list[Request]) -> None:
     alone = pair.answerer.answer([replace(request, request_id=f"alone {request.request_id}") for request in requests])
     num_before = pair.answerer.engine.transfer_stats.num_bytes
     for own, apart in zip(alone, pair.run(requests), strict=True):
-        is_equal = told(apart) == told(own)  # the texts of a difference would take minutes
+        is_equal = reported(apart) == reported(own)  # the texts of a difference would take minutes
         assert is_equal, apart.request_id
         assert logprobs(apart) == pytest.approx(logprobs(own), abs=1e-4)
     config = pair.answerer.config

@@ -459,13 +459,13 @@ VALUES, _ = values_of(pack(HEADER))
 @example(changes={"budget": [0, 2, 0]})
 @example(changes={"hidden_bytes": -1})
 def test_a_header_is_right_or_refused(changes: dict[str, Any]) -> None:
-    told = list({**dict(zip(NAMES, VALUES, strict=True)), **changes}.values())
+    values = list({**dict(zip(NAMES, VALUES, strict=True)), **changes}.values())
     try:
-        HEADER.check(unpack_one(with_values(pack(HEADER), told), RowHeader, is_signed=False))
+        HEADER.check(unpack_one(with_values(pack(HEADER), values), RowHeader, is_signed=False))
     except WireError as error:
         assert str(error)
     else:
-        assert told == VALUES
+        assert values == VALUES
 
 
 @settings(max_examples=200, deadline=None)

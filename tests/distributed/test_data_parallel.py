@@ -1,4 +1,4 @@
-"""A whole engine whose rows of latents are dealt out to two ranks answers as one device does.
+"""A whole engine whose rows of latents are distributed to two ranks answers as one device does.
 
 Ranks compare their drawn tokens after every step, so a difference between them fails at once.
 """
@@ -106,32 +106,34 @@ def test_what_cannot_be_is_refused(folder: Path, settings: dict[str, Any], reaso
         LLM(folder, **(SETTINGS | RANKS | settings))
 
 
-# Rows of latents dealt out to two ranks: the tokens of one device, of split heads too, in half of the rows' bytes.
+# Rows of latents distributed to two ranks: the tokens of one device, of split heads too, in half of the rows' bytes.
 
 TOLERANCE = 5e-5  # of logits of order 1, up to 5
 
 
 @pytest.fixture(scope="module", params=["deepseek-v3", "deepseek-v2-lite"])
-def dealt_rows_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def latent_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With queries projected in two steps and in one."""
     return save(make_model(request.param), tmp_path_factory.mktemp("model"))
 
 
 @pytest.mark.parametrize(("experts", "budget"), [("tp", 40), ("ep", 40), ("tp", None)])
-def test_dealt_rows_answer_as_one_device(two: Pool, dealt_rows_folder: Path, experts: str, budget: int | None) -> None:
-    alone = cases.answered(Alone(), Asked(dealt_rows_folder, budget=budget))
-    split = two.run(cases.answered, Asked(dealt_rows_folder, experts=experts, budget=budget))
-    dealt = two.run(cases.answered, Asked(dealt_rows_folder, experts=experts, attention="dp", budget=budget))
+def test_distributed_rows_answer_as_one_device(
+    two: Pool, latent_folder: Path, experts: str, budget: int | None
+) -> None:
+    alone = cases.answered(Alone(), Asked(latent_folder, budget=budget))
+    split = two.run(cases.answered, Asked(latent_folder, experts=experts, budget=budget))
+    distributed = two.run(cases.answered, Asked(latent_folder, experts=experts, attention="dp", budget=budget))
     assert alone.logits.std() > 0.1, "logits too small for the tolerance to mean anything"
-    for rank in dealt:
+    for rank in distributed:
         torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=TOLERANCE)
-        assert torch.equal(rank.logits, dealt[0].logits)
+        assert torch.equal(rank.logits, distributed[0].logits)
         assert rank.tokens == alone.tokens == split[0].tokens
         assert rank.kept == alone.kept and rank.row_bytes == alone.row_bytes
         assert rank.logprobs == pytest.approx(alone.logprobs, abs=TOLERANCE)
     row = alone.own_bytes[1] // 3  # two rows and a padding row
     assert [rank.own_bytes[1] for rank in split] == [3 * row] * 2
-    assert [rank.own_bytes[1] for rank in dealt] == [2 * row] * 2  # one row and a padding row
+    assert [rank.own_bytes[1] for rank in distributed] == [2 * row] * 2  # one row and a padding row
 
 
 def test_prompts_are_read_with_parts_of_widened_matrices(two: Pool, tmp_path: Path) -> None:
@@ -140,10 +142,10 @@ def test_prompts_are_read_with_parts_of_widened_matrices(two: Pool, tmp_path: Pa
     """
     sizes = {"q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 64,
              "moe_intermediate_size": 256, "intermediate_size": 256}  # fmt: skip
-    dealt_rows_folder, _ = narrowed(save(make_model("deepseek-v3", **sizes), tmp_path / "source"), tmp_path)
+    latent_folder, _ = narrowed(save(make_model("deepseek-v3", **sizes), tmp_path / "source"), tmp_path)
     blocks = WeightFormats(layers=WeightFormat(dtype="fp8"), tables=WeightFormat(dtype="float32"))
-    alone = cases.answered(Alone(), Asked(dealt_rows_folder, budget=40, formats=blocks))
-    for rank in two.run(cases.answered, Asked(dealt_rows_folder, attention="dp", budget=40, formats=blocks)):
+    alone = cases.answered(Alone(), Asked(latent_folder, budget=40, formats=blocks))
+    for rank in two.run(cases.answered, Asked(latent_folder, attention="dp", budget=40, formats=blocks)):
         # Of this size two forms of the same numbers on one device, FP8 and widened, are as far apart.
         torch.testing.assert_close(rank.logits, alone.logits, rtol=0.0, atol=TOLERANCE * float(alone.logits.std()))
         assert rank.tokens == alone.tokens and rank.kept == alone.kept

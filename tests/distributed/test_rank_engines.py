@@ -31,7 +31,7 @@ from tests.engine.test_speculation import draw_params, repeating, some_with_gram
 from tests.llm.conftest import write_checkpoint
 from tests.parity.checkpoints import VOCAB, make_model, save
 
-# Whole engines over four ranks answer as one device does: heads split, experts dealt out, rows dealt out.
+# Whole engines over four ranks answer as one device does: heads split, experts distributed, rows distributed.
 # Processes over gloo, which compare their drawn tokens after every step. Most of the time is their start, so there are
 # two engines; what else engines can do is tested with two ranks, and other splits over four without an engine
 # (``test_tensor_parallel.py``). Here two ranks share a kv head, and neither of the model's sizes is a rank's own.
@@ -53,7 +53,7 @@ REQUESTS = [
 @pytest.mark.parametrize(
     ("name", "split"),
     [("llama-gqa-tied", {}), ("deepseek-v3", {"experts": "ep", "attention": "dp"})],
-    ids=["llama", "latents, experts and rows dealt out"],
+    ids=["llama", "latents, experts and rows distributed"],
 )
 def test_answers_are_those_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: dict[str, Any]

@@ -167,7 +167,7 @@ def test_what_ranks_compute_eagerly(two: Pool, checkpoint: Checkpoint, name: str
      "minimax-m3-panels", "laguna", "mimo-halves", "mimo-v2-panels"],
 )  # fmt: skip
 def test_experts(two: Pool, checkpoint: Checkpoint, name: str, experts: SplitExperts) -> None:
-    """The inner size of every expert is split, or whole experts are dealt out; latents and shared experts too."""
+    """The inner size of every expert is split, or whole experts are distributed; latents and shared experts too."""
     check(two, Asked(checkpoint(name), experts=experts, budget=40))
 
 

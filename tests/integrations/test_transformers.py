@@ -51,8 +51,8 @@ def batch(texts: list[list[int]]) -> dict[str, torch.Tensor]:
 
 def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any, **options: Any) -> list[list[int]]:
     model.generation_config.eos_token_id = None
-    wish = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
-    out = model.generate(**inputs, past_key_values=cache, **wish)
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    out = model.generate(**inputs, past_key_values=cache, **settings)
     return out[:, inputs["input_ids"].shape[1] :].tolist()  # type: ignore[no-any-return]
 
 

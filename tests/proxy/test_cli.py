@@ -66,10 +66,10 @@ def test_a_long_document_is_answered_through_the_proxy_from_a_part_of_it() -> No
             temperature=0.0,
             extra_body={"prompt_compression": {"keep": 0.5}},
         )
-        told = json.loads(raw.headers["x-snapstream-prompt-compression"])
+        report = json.loads(raw.headers["x-snapstream-prompt-compression"])
         usage = raw.parse().usage
-        assert told["applied"] is True and usage is not None
-        assert usage.prompt_tokens == told["tokens_after"] < 0.75 * told["tokens_before"]
+        assert report["applied"] is True and usage is not None
+        assert usage.prompt_tokens == report["tokens_after"] < 0.75 * report["tokens_before"]
         running.send_signal(signal.SIGTERM)
         assert running.wait(HANG_S) == 0
 
@@ -174,10 +174,10 @@ def test_what_an_agent_needs_arrives_verbatim_and_old_outputs_shortened(
 ) -> None:
     client, seen = recorded
     messages = transcript(FIRST)
-    answer, told = ask(client, messages)
+    answer, report = ask(client, messages)
     assert answer.choices[0].message.content == "fine"
-    assert told["applied"] is True and told["tokens_after"] < 0.6 * told["tokens_before"]
-    assert told["num_cached"] == 0 and told["draft_ms"] > 0
+    assert report["applied"] is True and report["tokens_after"] < 0.6 * report["tokens_before"]
+    assert report["num_cached"] == 0 and report["draft_ms"] > 0
     (body,) = seen.bodies
     assert body["tools"] == TOOLS and "prompt_compression" not in body
     got = body["messages"]
@@ -221,8 +221,8 @@ def ask_stream(client: openai.OpenAI, messages: list[Any]) -> Iterator[str]:
         max_tokens=8,
         stream=True,  # type: ignore[arg-type]
     )
-    told = json.loads(raw.headers[HEADER])
-    assert told["num_cached"] == FIRST and told["draft_ms"] == 0
+    report = json.loads(raw.headers[HEADER])
+    assert report["num_cached"] == FIRST and report["draft_ms"] == 0
     for chunk in raw.parse():
         yield chunk.choices[0].delta.content or ""
 
@@ -242,9 +242,9 @@ def test_an_agent_through_the_proxy_in_front_of_our_server() -> None:
         answer, second = ask(client, transcript(FIRST + 1))
         assert second["num_cached"] == FIRST - 1 and answer.usage.prompt_tokens == second["tokens_after"]
         assert second["draft_ms"] > 0 and first["tokens_before"] > 2000
-        chunks, told = ask(client, transcript(FIRST + 1), stream=True, stream_options={"include_usage": True})
+        chunks, third = ask(client, transcript(FIRST + 1), stream=True, stream_options={"include_usage": True})
         *parts, last = list(chunks)
-        assert told["num_cached"] == FIRST and last.usage.prompt_tokens == second["tokens_after"]
+        assert third["num_cached"] == FIRST and last.usage.prompt_tokens == second["tokens_after"]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in parts)
         assert text == (answer.choices[0].message.content or "")
 

@@ -63,8 +63,8 @@ def test_a_long_prompt_is_compressed_and_the_rest_of_the_body_is_kept(links: Cha
     (body,) = links.seen.bodies
     assert body["messages"][0]["content"] == " ".join([*LONG.split()[:20], CUT])
     assert body["temperature"] == 0.25 and body["strange"] == {"a": [1]} and body["tools"] == [{"type": "function"}]
-    told = json.loads(answer.headers[HEADER])
-    assert told == {"applied": True, "tokens_before": 40, "tokens_after": 20, "draft_ms": 1.5, "num_cached": 0}
+    report = json.loads(answer.headers[HEADER])
+    assert report == {"applied": True, "tokens_before": 40, "tokens_after": 20, "draft_ms": 1.5, "num_cached": 0}
 
 
 def test_a_request_says_how_much_to_keep_and_the_field_stays_here(links: Chain) -> None:

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from snapstream.server.app import make_app
 from snapstream.server.openai.state import ServerState
 from snapstream.server.options import ServerSettings
-from tests.server.fake_engine import FACTS, FakeEngine, template_tokenizer, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, template_tokenizer, tokenizer
 
 JSON = {"Content-Type": "application/json"}
 HI = [{"role": "user", "content": "hi"}]
@@ -37,7 +37,7 @@ async def client(
 ) -> AsyncIterator[AppClient]:
     """``template``: the tokenizer's, instead of its own."""
     own = template_tokenizer(template) if template else tokenizer()
-    async with AppClient(make_app(engine, own, ServerSettings(**settings), lambda: FACTS, draft)) as http:
+    async with AppClient(make_app(engine, own, ServerSettings(**settings), lambda: METADATA, draft)) as http:
         try:
             yield http
         finally:

@@ -17,7 +17,7 @@ from snapstream.server.app import make_app
 from snapstream.server.engine.api import ModelMetadata
 from snapstream.server.http.connections import ConnectionGuard
 from snapstream.server.options import ServerSettings
-from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, tokenizer
 from tests.waiting import HANG_S, until
 
 
@@ -49,12 +49,12 @@ def running_server(
     engine: FakeEngine | None = None,
     guard: ConnectionGuard | None = None,
     tls: tuple[Path, Path] | None = None,
-    facts: ModelMetadata = FACTS,
+    metadata: ModelMetadata = METADATA,
     **settings: Any,
 ) -> Iterator[Running]:
     """``tls``: certificate and key."""
     engine, guard = engine or FakeEngine(), guard or ConnectionGuard()
-    app = make_app(engine, tokenizer(), ServerSettings(api_keys=api_keys, **settings), lambda: facts, guard=guard)
+    app = make_app(engine, tokenizer(), ServerSettings(api_keys=api_keys, **settings), lambda: metadata, guard=guard)
     files = {} if tls is None else {"ssl_certfile": tls[0], "ssl_keyfile": tls[1]}
     with on_socket(app, http=guard.protocol(), ws="none", **files) as url:  # as the server, whatever is installed
         yield Running(engine, f"{url}/v1")

@@ -22,7 +22,7 @@ from snapstream.server.engine.api import EngineDead, EngineStats, ModelMetadata,
 from snapstream.types import NOT_FINITE, Compression, FinishReason, Logprob, Request, Timings
 
 ANSWER = "Hello wörld 😀, goodbye."
-FACTS = ModelMetadata(
+METADATA = ModelMetadata(
     model="tiny",
     names=("tiny", "alias"),
     architecture=read_model_config(TINY_MODEL),
@@ -131,7 +131,7 @@ class FakeEngine:
         if is_first and sampling.prompt_logprobs is not None:
             rest = [logprob_of(prompt, sampling.prompt_logprobs) for prompt in request.prompt_token_ids[1:]]
             prompt_logprobs = (None, *rest)
-        capacity = (request.budget or FACTS.engine.budget).capacity
+        capacity = (request.budget or METADATA.engine.budget).capacity
         kept = min(num_prompt, capacity)
         compression = Compression(
             prompt_tokens=num_prompt,

@@ -71,8 +71,8 @@ CONVERSATIONS: list[tuple[dict[str, Any], list[str]]] = [
 
 
 async def ask(http: AppClient, body: dict[str, Any], path: str = "/v1/messages") -> Any:
-    wish = {"messages": HI, **({"max_tokens": 50} if path == "/v1/messages" else {}), **body}
-    return await http.post(path, json=wish)
+    sent = {"messages": HI, **({"max_tokens": 50} if path == "/v1/messages" else {}), **body}
+    return await http.post(path, json=sent)
 
 
 def test_conversations_become_messages_and_are_counted() -> None:
@@ -281,8 +281,8 @@ DELTAS = {
 def ask_about(body: dict[str, Any], engine: FakeEngine | None = None) -> Any:
     async def run() -> Any:
         async with client(engine or FakeEngine(), template=TELLING, tool_parser="hermes") as http:
-            wish = {"max_tokens": 200, "messages": [{"role": "user", "content": "hi"}], **body}
-            return await http.post("/v1/messages", json=wish)
+            sent = {"max_tokens": 200, "messages": [{"role": "user", "content": "hi"}], **body}
+            return await http.post("/v1/messages", json=sent)
 
     return asyncio.run(run())
 

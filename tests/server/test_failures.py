@@ -35,7 +35,7 @@ from snapstream.server.http.lifecycle import JsonFormatter, TextFormatter, field
 from snapstream.server.options import ServerSettings
 from snapstream.server.responses.protocol import ResponsesBody
 from tests.server.app_client import HI, JSON, AppClient, client
-from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, template_tokenizer
+from tests.server.fake_engine import ANSWER, METADATA, FakeEngine, template_tokenizer
 from tests.server.openai.test_errors import ANYTHING, bodies
 from tests.server.templates import TELLING
 from tests.waiting import HANG_S, until
@@ -334,7 +334,7 @@ MESSAGES = st.lists(things(BLOCKS, "user assistant system tool"), max_size=3)
 @cache
 def app() -> FastAPI:
     own = ServerSettings(tool_parser="hermes", responses_store=4)
-    return make_app(FakeEngine(), template_tokenizer(TELLING), own, lambda: FACTS)
+    return make_app(FakeEngine(), template_tokenizer(TELLING), own, lambda: METADATA)
 
 
 def answer(path: str, body: dict[str, Any]) -> None:

@@ -49,8 +49,8 @@ def _answer_then_drain(server: ServerProcess) -> None:
     body = {"prompt": "word " * 300, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     answer = HTTP.post(f"{url}/v1/completions", json=body, timeout=HANG_S).json()
     assert answer["usage"]["completion_tokens"] == 5 and answer["choices"][0]["finish_reason"] == "length"
-    facts = answer["snapstream"]["prompts"][0]["compression"]
-    assert facts["kept_tokens"] == 128 < facts["prompt_tokens"] == answer["usage"]["prompt_tokens"]
+    report = answer["snapstream"]["prompts"][0]["compression"]
+    assert report["kept_tokens"] == 128 < report["prompt_tokens"] == answer["usage"]["prompt_tokens"]
 
     thread, started, parts = _stream(url, 2000)
     assert started.wait(HANG_S)

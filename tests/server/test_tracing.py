@@ -13,7 +13,7 @@ from snapstream.server.options import ServerSettings
 from snapstream.server.telemetry import Metrics, RequestWatch, Tracing, otlp_tracing, parts
 from snapstream.types import QueueFull, Request, SamplingParams
 from tests.server.app_client import CHAT, HI, TEXT, AppClient, client
-from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import ANSWER, METADATA, FakeEngine, tokenizer
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SECRET = "sesame"
@@ -27,7 +27,7 @@ def traced(*calls: tuple[str, dict[str, Any]], engine: FakeEngine | None = None)
     provider = sdk.TracerProvider()
     provider.add_span_processor(export.SimpleSpanProcessor(memory))
     settings = ServerSettings(api_keys=(SECRET,))
-    app = make_app(engine or FakeEngine(), tokenizer(), settings, lambda: FACTS, tracing=Tracing(provider))
+    app = make_app(engine or FakeEngine(), tokenizer(), settings, lambda: METADATA, tracing=Tracing(provider))
 
     async def run() -> None:
         async with AppClient(app) as http:

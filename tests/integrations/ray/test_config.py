@@ -123,9 +123,9 @@ def test_replicas_that_transfer_rows_have_equal_heads() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place(given: Any, message: str) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as caught:
         config_of(given)
-    assert str(told.value).startswith(message)
+    assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,9 @@ def test_what_cannot_be_is_refused_with_its_place(given: Any, message: str) -> N
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as caught:
         read_config(written(tmp_path, name, text))
-    assert str(told.value).startswith(f"{tmp_path / name}: ") and message in str(told.value)
+    assert str(caught.value).startswith(f"{tmp_path / name}: ") and message in str(caught.value)
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

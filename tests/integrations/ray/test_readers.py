@@ -20,7 +20,7 @@ from snapstream.integrations.ray.replicas import (
 from snapstream.server.engine.api import RequestDelta, SampleDelta
 from snapstream.server.engine.remote_prefill import PrefillFailed
 from snapstream.types import FinishReason, RowTicket
-from tests.integrations.ray.test_replicated_engine import FACTS, REQUEST, FakeReplicas, Step
+from tests.integrations.ray.test_replicated_engine import METADATA, REQUEST, FakeReplicas, Step
 from tests.waiting import until_async
 
 TICKET = RowTicket(host="127.0.0.1", port=1, key="0" * 32)
@@ -39,7 +39,7 @@ def waiting(**queued: int) -> dict[str, Load]:
 
 def with_readers(replicas: FakeReplicas, test: Callable[[ReplicaPrefill], Awaitable[None]]) -> None:
     async def main() -> None:
-        readers = ReplicaPrefill(replicas, lambda: FACTS.engine)
+        readers = ReplicaPrefill(replicas, lambda: METADATA.engine)
         names = frozenset(replicas.scripts)
         await until_async(lambda: all(readers.choose(REQUEST, names - {name}) == name for name in names))
         await test(readers)

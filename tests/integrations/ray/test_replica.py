@@ -17,7 +17,7 @@ from snapstream.integrations.ray import actors
 from snapstream.integrations.ray.replicas import DeltaBatch, Fault, Route
 from snapstream.server.engine.api import EngineDead, EngineSpec, EngineStats, RequestDelta, SampleDelta
 from snapstream.types import FinishReason, QueueFull, Request, SamplingParams
-from tests.integrations.ray.test_replicated_engine import FACTS
+from tests.integrations.ray.test_replicated_engine import METADATA
 from tests.waiting import until_async
 
 REQUEST = Request(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=9, n=2))
@@ -37,7 +37,7 @@ class ScriptedEngine:
 
     said: asyncio.Queue[RequestDelta | Exception] = field(default_factory=asyncio.Queue)
     unavailable: EngineDead | None = None
-    metadata: Any = FACTS
+    metadata: Any = METADATA
     num_aborted: int = 0
     is_shut: bool = False
 

@@ -26,7 +26,7 @@ from snapstream.server.engine.api import EngineDead, EngineMetadata, EngineStats
 from snapstream.types import FinishReason, QueueFull, Request, SamplingParams
 from tests.waiting import until_async
 
-FACTS = EngineMetadata(
+METADATA = EngineMetadata(
     model="tiny",
     engine=EngineConfig(budget=KVBudget.of(128), max_model_len=512, max_rows=4),
     architecture=read_model_config(TINY_MODEL),
@@ -56,7 +56,7 @@ class FakeReplicas:
     num_closed: int = 0
     dead: set[str] = field(default_factory=set)
     faults: list[Exception] = field(default_factory=list)  # of the next reports
-    metadata: EngineMetadata = FACTS
+    metadata: EngineMetadata = METADATA
 
     def _take(self, route: Route) -> str:
         assert route.registry is not None
@@ -197,7 +197,7 @@ def test_it_is_ready_while_one_replica_is() -> None:
             _ = engine.metadata
         await engine.replicas.look()
         await engine.replicas.look()
-        assert engine.unavailable is None and engine.metadata is FACTS and engine.stats().rows_total == 8
+        assert engine.unavailable is None and engine.metadata is METADATA and engine.stats().rows_total == 8
         replicas.dead = {"a"}
         await engine.replicas.look()
         assert engine.unavailable is None

@@ -92,15 +92,15 @@ def _no_core_files() -> Iterator[None]:
 
 
 def test_facts_are_those_of_the_loaded_engine(served: Served, folder: Path) -> None:
-    facts = served.engine.metadata
+    metadata = served.engine.metadata
     with LLM(folder, **SETTINGS, progress=False) as llm:
-        assert (facts.model, facts.engine, facts.architecture) == (str(folder), llm.config, llm.model_config)
-    assert (facts.engine.max_model_len, facts.engine.max_rows, facts.engine.budget.capacity) == (
+        assert (metadata.model, metadata.engine, metadata.architecture) == (str(folder), llm.config, llm.model_config)
+    assert (metadata.engine.max_model_len, metadata.engine.max_rows, metadata.engine.budget.capacity) == (
         MAX_MODEL_LEN,
         MAX_ROWS,
         BUDGET,
     )
-    assert facts.pid != os.getpid() and is_running(facts.pid)
+    assert metadata.pid != os.getpid() and is_running(metadata.pid)
 
 
 def test_answers_are_those_of_generate(served: Served, want: list[Whole]) -> None:
@@ -268,16 +268,16 @@ def test_the_log_says_what_a_loading_engine_does(
 def test_without_restart_a_killed_engine_stays_dead(spec: EngineSpec) -> None:
     async def main() -> None:
         engine = EngineProcess(spec, restart=False, first_backoff_s=0.0)
-        facts = await engine.start()
+        metadata = await engine.start()
         running = asyncio.create_task(collect_all(engine, [make_request(0, LONG)]))
         await until_async(lambda: engine.stats().num_running == 1)
-        os.kill(facts.pid, signal.SIGSEGV)
+        os.kill(metadata.pid, signal.SIGSEGV)
         [outcome] = await running
         assert isinstance(outcome, EngineDead) and "SIGSEGV" in str(outcome)
         assert not engine.is_ready and engine.stats().restarts_total == 0
         assert outcome.is_final and engine.unavailable is not None and engine.unavailable.is_final
         assert "SIGSEGV" in str(engine.unavailable) and "not restarted" in str(engine.unavailable)
-        assert not [child for child in multiprocessing.active_children() if child.pid == facts.pid]
+        assert not [child for child in multiprocessing.active_children() if child.pid == metadata.pid]
         await engine.shutdown(HANG_S)
 
     asyncio.run(asyncio.wait_for(main(), HANG_S))

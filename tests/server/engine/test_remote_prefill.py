@@ -30,7 +30,7 @@ from snapstream.step import KVTransferFailed
 from snapstream.types import Request, RowTicket, SamplingParams
 from tests.disaggregation.rows import SECRET
 from tests.server.app_server import running_server
-from tests.server.fake_engine import FACTS, FakeEngine
+from tests.server.fake_engine import METADATA, FakeEngine
 
 
 def request(name: str = "a") -> Request:
@@ -188,24 +188,24 @@ def test_a_reader_that_sent_a_row_is_heard_out() -> None:
 ROWS = {"dtype": "float32", "version": "1"}
 
 
-def facts_of(max_model_len: int = 512, slots: int = 128, **rows: str) -> ModelMetadata:
-    config = replace(FACTS.engine, max_model_len=max_model_len, budget=KVBudget.of(slots))
-    return replace(FACTS, engine=config, transfer_fingerprint={**ROWS, **rows})
+def metadata_of(max_model_len: int = 512, slots: int = 128, **rows: str) -> ModelMetadata:
+    config = replace(METADATA.engine, max_model_len=max_model_len, budget=KVBudget.of(slots))
+    return replace(METADATA, engine=config, transfer_fingerprint={**ROWS, **rows})
 
 
 @contextmanager
 def prefill_server(engine: FakeEngine | None = None) -> Iterator[str]:
     """Its address."""
-    fields: dict[str, Any] = {"role": "prefill", "transfer_secret": SECRET, "facts": facts_of()}
+    fields: dict[str, Any] = {"role": "prefill", "transfer_secret": SECRET, "metadata": metadata_of()}
     with running_server(engine=engine, **fields) as server:
         yield server.url.removesuffix("/v1")
 
 
-def checked(*urls: str, facts: ModelMetadata | None = None, secret: bytes = SECRET) -> str:
+def checked(*urls: str, metadata: ModelMetadata | None = None, secret: bytes = SECRET) -> str:
     """What a check of these servers says, and of which kind it is."""
 
     async def main() -> str:
-        own = PrefillServers(urls, TransferSettings(secret=secret), lambda: facts or facts_of())
+        own = PrefillServers(urls, TransferSettings(secret=secret), lambda: metadata or metadata_of())
         try:
             await own.check()
         except (PrefillFailed, ValueError) as error:
@@ -225,27 +225,27 @@ def test_a_check_finds_what_would_fail_with_the_first_request() -> None:
             other = both.url.removesuffix("/v1")
             assert checked(other) == f"ValueError: {other} is not a server with --role prefill, or runs another version"
         assert checked(url) == checked(nobody, url) == ""
-        assert checked(url, facts=facts_of(max_model_len=256, slots=64)) == ""
+        assert checked(url, metadata=metadata_of(max_model_len=256, slots=64)) == ""
         assert checked(nobody).startswith(f"PrefillFailed: {nobody}: ")
         assert checked(loading) == f"PrefillFailed: {loading} answered 503: the engine is loading"
         assert (
             checked(url, secret=b"another secret of thirty-two bytes")
             == f"ValueError: {url} has another transfer secret"
         )
-        unlike = checked(url, facts=facts_of(dtype="bfloat16"))
+        unlike = checked(url, metadata=metadata_of(dtype="bfloat16"))
         assert unlike == (
             f"ValueError: {url}: the engines differ: dtype is bfloat16 here and float32 at the prefill server"
         )
-        assert "max_model_len is 1,024 here and 512 at" in checked(url, facts=facts_of(max_model_len=1024))
-        assert "slots is 256 here and 128 at" in checked(url, facts=facts_of(slots=256))
-        mixed = checked(url, nobody, facts=facts_of(dtype="bfloat16"))
+        assert "max_model_len is 1,024 here and 512 at" in checked(url, metadata=metadata_of(max_model_len=1024))
+        assert "slots is 256 here and 128 at" in checked(url, metadata=metadata_of(slots=256))
+        mixed = checked(url, nobody, metadata=metadata_of(dtype="bfloat16"))
         assert mixed.startswith("PrefillFailed: ") and "the engines differ" in mixed  # one may still come that fits
 
 
 def test_readiness_asks_the_prefill_servers_and_liveness_does_not() -> None:
     async def main() -> None:
         engine = FakeEngine()
-        app = make_app(engine, None, ServerSettings(), lambda: FACTS)
+        app = make_app(engine, None, ServerSettings(), lambda: METADATA)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
             for error in (None, PrefillFailed("http://10.0.0.7 is gone"), ValueError("http://10.0.0.7 differs"), None):
                 engine.prefill_problem = error
@@ -263,7 +263,7 @@ def test_what_no_prefill_server_would_take_is_the_callers_fault(status: int) -> 
     with prefill_server(FakeEngine(refuse=ValueError("the prompt has 600 tokens"))) as url:
 
         async def main() -> None:
-            own = PrefillServers([url], TransferSettings(secret=SECRET), facts_of)
+            own = PrefillServers([url], TransferSettings(secret=SECRET), metadata_of)
             long = replace(request(), prompt_token_ids=(1,) * (33 * 2**20 // 2 if status == 413 else 2))
             with pytest.raises(ValueError, match="600 tokens" if status == 400 else "body"):
                 await own.prefill(url, long, ticket(1))

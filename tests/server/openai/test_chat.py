@@ -9,7 +9,7 @@ import pytest
 
 from snapstream.kv.selectors.snapkv import SnapKV
 from tests.server.app_client import HI, client, frames, text_of
-from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids, tokenizer
+from tests.server.fake_engine import ANSWER, METADATA, FakeEngine, logprob_of, token_ids, tokenizer
 
 
 def chat(engine: FakeEngine | None = None, **body: Any) -> Any:
@@ -58,7 +58,7 @@ def test_without_max_tokens_the_answer_may_fill_the_context() -> None:
     engine = FakeEngine()
     chat(engine)
     (request,) = engine.requests
-    assert request.sampling.max_tokens == FACTS.max_model_len - len(request.prompt_token_ids)
+    assert request.sampling.max_tokens == METADATA.max_model_len - len(request.prompt_token_ids)
     assert request.sampling.temperature == 1.0
 
 
@@ -136,9 +136,9 @@ def test_budget_is_applied_and_told() -> None:
     _, body = chat(engine, messages=[{"role": "user", "content": content}], kv_cache={"budget": 64})
     (request,) = engine.requests
     assert request.budget is not None and request.budget.capacity == 64
-    facts = body["snapstream"]
-    assert facts["kv_cache"]["budget"] == 64 and facts["prompt_compression"] == "off"
-    (prompt,) = facts["prompts"]
+    report = body["snapstream"]
+    assert report["kv_cache"]["budget"] == 64 and report["prompt_compression"] == "off"
+    (prompt,) = report["prompts"]
     assert prompt["compression"]["kept_tokens"] == 64
     assert prompt["compression"]["prompt_tokens"] == body["usage"]["prompt_tokens"] > 64  # the logical count
     assert prompt["timings"]["prefill_ms"] == 2.0

@@ -19,7 +19,7 @@ from snapstream.server.openai.tool_formats import FORMATS
 from snapstream.server.openai.tools import plan_answer
 from snapstream.types import NOT_FINITE, FinishReason
 from tests.server.app_client import CHAT, HI, TEXT, TOOLS, call, client, error_of, frames, text_of
-from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids
+from tests.server.fake_engine import ANSWER, METADATA, FakeEngine, logprob_of, token_ids
 from tests.server.openai.test_tools import accepts, tokens
 from tests.server.tiny_server import tiny_server
 
@@ -143,7 +143,7 @@ def test_no_more_prompts_are_submitted_than_there_are_rows() -> None:
     engine = Counting()
     body = complete(engine, prompt=[f"{number}" for number in range(11)], max_tokens=50)
     assert [choice["text"] for choice in body["choices"]] == [ANSWER] * 11
-    assert engine.most == FACTS.engine.max_rows
+    assert engine.most == METADATA.engine.max_rows
 
 
 def test_a_prompt_that_waits_asks_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,16 +281,16 @@ SAY: dict[str, Any] = {"type": "custom", "custom": {"name": "say"}}
 def test_a_custom_tool_is_called_with_a_text(api: openai.OpenAI) -> None:
     """Whole and streamed, forced by its name and by required; its grammar holds."""
     for choice in ("required", {"type": "custom", "custom": {"name": "run"}}):
-        wish: Any = {
+        sent: Any = {
             "model": "tiny", "messages": HI, "tools": [RUN], "tool_choice": choice, "seed": 5,
             "parallel_tool_calls": False,
         }  # fmt: skip
-        answer = api.chat.completions.create(**wish).choices[0]
+        answer = api.chat.completions.create(**sent).choices[0]
         assert answer.finish_reason == "tool_calls" and answer.message.tool_calls
         called: Any = answer.message.tool_calls[0]
         assert called.type == "custom" and called.custom.name == "run"
         assert re.fullmatch(r"print\([0-9]{1,3}\)", called.custom.input)
-        deltas = [one for chunk in api.chat.completions.create(**wish, stream=True)
+        deltas = [one for chunk in api.chat.completions.create(**sent, stream=True)
                   for one in chunk.choices[0].delta.tool_calls or ()]  # fmt: skip
         assert deltas[0].type == "custom" and deltas[0].id
         assert "".join(one.custom["input"] for one in deltas) == called.custom.input  # type: ignore[attr-defined]
@@ -347,8 +347,8 @@ def test_only_allowed_tools_are_called() -> None:
     assert ask(called, tools=tools, tool_choice=allowed("auto", *TOOLS, SAY)) == (called, [])
 
     engine = FakeEngine()
-    wish = {"messages": HI, "tools": tools, "tool_choice": allowed("required", GET, SAY)}
-    assert call(CHAT, wish, engine=engine, tool_parser="hermes").status_code == 200
+    sent = {"messages": HI, "tools": tools, "tool_choice": allowed("required", GET, SAY)}
+    assert call(CHAT, sent, engine=engine, tool_parser="hermes").status_code == 200
     grammar = engine.requests[0].sampling.grammar
     assert (
         grammar is not None and all(name in grammar.text for name in ("get", "say")) and '\\"f\\"' not in grammar.text
@@ -356,7 +356,7 @@ def test_only_allowed_tools_are_called() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wish", "param", "words"),
+    ("sent", "param", "words"),
     [
         ({"tools": [{"type": "custom"}]}, "tools", "tools[0]"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools", "tools[0].custom.name"),
@@ -377,8 +377,8 @@ def test_only_allowed_tools_are_called() -> None:
         ({"tools": [GET], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "mode"),
     ],
 )  # fmt: skip
-def test_malformed_tools_and_choices(wish: dict[str, Any], param: str, words: str) -> None:
-    error = error_of(call(CHAT, {"messages": HI, **wish}, tool_parser="hermes"), 400)
+def test_malformed_tools_and_choices(sent: dict[str, Any], param: str, words: str) -> None:
+    error = error_of(call(CHAT, {"messages": HI, **sent}, tool_parser="hermes"), 400)
     assert error["param"] == param and words in error["message"]
 
 
@@ -418,17 +418,17 @@ def test_strict_tools_are_held_where_calls_begin_with_a_special_token() -> None:
 
 def test_a_predicted_output_is_drafted_from(api: openai.OpenAI) -> None:
     """With the answer as its prediction, an answer is the same, comes from drafts, and usage says so."""
-    wish: Any = {
+    sent: Any = {
         "model": "tiny",
         "messages": HI,
         "max_tokens": 40,
         "temperature": 0,
         "extra_body": {"ignore_eos": True},
     }
-    plain = api.chat.completions.create(**wish)
+    plain = api.chat.completions.create(**sent)
     text = plain.choices[0].message.content or ""
     for content in (text, [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
-        answer = api.chat.completions.create(**wish, prediction={"type": "content", "content": content})
+        answer = api.chat.completions.create(**sent, prediction={"type": "content", "content": content})
         assert answer.choices[0].message.content == text
         usage = answer.usage and answer.usage.completion_tokens_details
         assert usage and (usage.accepted_prediction_tokens or 0) > 0 and usage.rejected_prediction_tokens is not None

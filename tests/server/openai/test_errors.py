@@ -15,7 +15,7 @@ from snapstream.server.engine.api import EngineDead
 from snapstream.server.openai.protocol import ChatBody, CompletionBody
 from snapstream.types import QueueFull
 from tests.server.app_client import CHAT, HI, JSON, TEXT, TOOLS, call, client, error_of, frames
-from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, tokenizer
 
 
 def test_unknown_model_path_and_method() -> None:
@@ -260,7 +260,7 @@ def test_harmless_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("wish", "message"),
+    ("sent", "message"),
     [
         ({"kv_cache": {"budget": 99_999}}, "a budget of 99999 slots is larger than a row of this engine (128)"),
         ({"kv_cache": {"selector": "best"}}, "selector is 'best'; it must be one of snapkv, hops, diverse"),
@@ -268,8 +268,8 @@ def test_harmless_values_and_unknown_fields_pass(caplog: pytest.LogCaptureFixtur
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; it must be a whole number from 0 to 20"),
     ],
 )
-def test_messages_speak_of_what_was_sent(wish: dict[str, Any], message: str) -> None:
-    assert error_of(call(CHAT, {"messages": HI, **wish}), 400)["message"] == message
+def test_messages_speak_of_what_was_sent(sent: dict[str, Any], message: str) -> None:
+    assert error_of(call(CHAT, {"messages": HI, **sent}), 400)["message"] == message
 
 
 def test_tools_that_no_template_tells_may_be_sent_if_they_are_off() -> None:
@@ -336,8 +336,8 @@ def test_answers_that_list_too_much_are_refused() -> None:
     error = error_of(call(TEXT, body, max_prompt_logprobs=199), 400)  # 50 tokens x 2 x 2
     assert error["param"] == "logprobs" and "200" in error["message"] and "limit is 199" in error["message"]
     long = {"prompt": [[5] * 200, [5] * 128], "kv_cache": {"return_kept": True}}  # the second fits its row
-    num_heads = FACTS.architecture.num_layers * FACTS.architecture.num_kv_heads
-    num_kept = num_heads * FACTS.engine.budget.num_topk
+    num_heads = METADATA.architecture.num_layers * METADATA.architecture.num_kv_heads
+    num_kept = num_heads * METADATA.engine.budget.num_topk
     assert call(TEXT, long, max_kept_positions=num_kept).status_code == 200
     error = error_of(call(TEXT, long, max_kept_positions=num_kept - 1), 400)
     assert error["param"] == "kv_cache" and f"limit is {num_kept - 1}" in error["message"]

@@ -14,7 +14,7 @@ from snapstream.server.http.lifecycle import TextFormatter
 from snapstream.server.options import ServerSettings
 from snapstream.types import QueueFull
 from tests.server.app_client import HI, client, samples
-from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, tokenizer
 from tests.waiting import HANG_S
 
 
@@ -22,7 +22,7 @@ class Visitor:
     """A client at the ASGI level, which can leave."""
 
     def __init__(self, engine: FakeEngine, path: str, body: dict[str, Any]) -> None:
-        self.app = make_app(engine, tokenizer(), ServerSettings(), lambda: FACTS)
+        self.app = make_app(engine, tokenizer(), ServerSettings(), lambda: METADATA)
         self.gone = asyncio.Event()
         self.sent: list[Any] = []
         self._body: bytes | None = json.dumps(body).encode()

@@ -55,8 +55,8 @@ async def serving(compressor: PromptCompressor, *keys: str, admin_key: str = "")
             yield http
 
 
-async def ask(http: AppClient, messages: list[dict[str, str]], wish: Any, key: str = "") -> dict[str, Any]:
-    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "prompt_compression": wish}
+async def ask(http: AppClient, messages: list[dict[str, str]], compression: Any, key: str = "") -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 12, "temperature": 0, "prompt_compression": compression}
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     response = await http.post("/v1/chat/completions", json=body, headers=headers)
     assert response.status_code == 200, response.text
@@ -307,8 +307,8 @@ def test_the_log_tells_what_was_cached_and_no_text(caplog: pytest.LogCaptureFixt
     lines = list(answered(caplog.records))
     assert [line["cached_tokens"] > 0 for line in lines] == [False, True]
     assert [line["diverged_at"] for line in lines] == [None, None]
-    told = caplog.text + json.dumps(lines)
-    assert not any(word in told for word in ("word word", "secret-key", "pepper"))
+    logged = caplog.text + json.dumps(lines)
+    assert not any(word in logged for word in ("word word", "secret-key", "pepper"))
 
 
 def answered(records: list[logging.LogRecord]) -> Iterator[dict[str, Any]]:

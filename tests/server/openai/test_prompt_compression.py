@@ -20,7 +20,7 @@ from snapstream.server.http.prompt_compression import DraftThread
 from snapstream.spec_prefill.settings import PromptCompression
 from tests.proxy.upstream import CUT, FakeDraft
 from tests.server.app_client import HI, client, frames
-from tests.server.fake_engine import FACTS, FakeEngine, token_ids, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, token_ids, tokenizer
 from tests.waiting import until_async
 
 LONG = " ".join(f"word{i}" for i in range(40))
@@ -52,20 +52,22 @@ def rendered(messages: list[dict[str, str]]) -> list[int]:
 
 
 def test_the_engine_gets_the_compressed_conversation_and_the_answer_tells() -> None:
-    wish = {"keep": 0.5}
-    answer, engine, (metrics, model) = ask(CHAT, {"messages": user(LONG), "prompt_compression": wish, "max_tokens": 3})
+    requested = {"keep": 0.5}
+    answer, engine, (metrics, model) = ask(
+        CHAT, {"messages": user(LONG), "prompt_compression": requested, "max_tokens": 3}
+    )
     body = answer.json()
     (request,) = engine.requests
     assert list(request.prompt_token_ids) == rendered(user(HALF))
-    facts = body["snapstream"]
-    assert facts["prompt_compression"] == wish
+    report = body["snapstream"]
+    assert report["prompt_compression"] == requested
     num_left = len(request.prompt_token_ids)
-    assert facts["prompts"][0]["prompt_compression"] == {
+    assert report["prompts"][0]["prompt_compression"] == {
         "applied": True, "tokens_before": num_left + 20, "tokens_after": num_left, "draft_ms": 1.5, "num_cached": 0,
     }  # fmt: skip
     assert body["usage"]["prompt_tokens"] == num_left + 20  # the fake counts words: 20 were taken out
     assert body["usage"]["total_tokens"] == num_left + 20 + 3
-    assert facts["prompts"][0]["compression"]["prompt_tokens"] == num_left  # what the row was made of
+    assert report["prompts"][0]["compression"]["prompt_tokens"] == num_left  # what the row was made of
     assert 'snapstream:prompt_tokens_dropped_total{model_name="tiny"} 20.0' in metrics
     assert f'snapstream:request_prompt_tokens_sum{{model_name="tiny"}} {num_left + 20}.0' in metrics
     assert model["snapstream"]["has_draft"] is True and model["snapstream"]["prompt_compression"] == "off"
@@ -87,8 +89,8 @@ def test_nothing_is_compressed_unless_asked_for() -> None:
     for more in ({}, {"prompt_compression": "off"}, {"prompt_compression": None}):
         answer, engine, (metrics, _) = ask(CHAT, {"messages": user(LONG), **more}, draft)
         assert list(engine.requests[0].prompt_token_ids) == rendered(user(LONG))
-        facts = answer.json()["snapstream"]
-        assert facts["prompt_compression"] == "off" and "prompt_compression" not in facts["prompts"][0]
+        report = answer.json()["snapstream"]
+        assert report["prompt_compression"] == "off" and "prompt_compression" not in report["prompts"][0]
         assert 'prompt_tokens_dropped_total{model_name="tiny"} 0.0' in metrics
     assert draft.num_calls == 0
 
@@ -108,13 +110,13 @@ def test_the_servers_default_applies_where_a_request_does_not_say() -> None:
 
 def test_a_prompt_beyond_the_limit_is_taken_if_it_fits_when_compressed() -> None:
     text = " ".join(f"word{i}" for i in range(2000))
-    assert len(token_ids(text)) > 4 * FACTS.max_model_len
+    assert len(token_ids(text)) > 4 * METADATA.max_model_len
     for path, prompt in ((CHAT, {"messages": user(text)}), (TEXT, {"prompt": text})):
         refused, _, _ = ask(path, {**prompt, "max_tokens": 5})
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
         answer, _, _ = ask(path, {**prompt, "max_tokens": 5, "prompt_compression": {"max_tokens": 60}})
         assert answer.status_code == 200
-        assert answer.json()["usage"]["prompt_tokens"] > 1940 > FACTS.max_model_len
+        assert answer.json()["usage"]["prompt_tokens"] > 1940 > METADATA.max_model_len
 
 
 def test_parts_and_tool_calls_are_compressed_as_the_template_takes_them() -> None:

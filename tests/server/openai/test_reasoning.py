@@ -40,7 +40,7 @@ from snapstream.server.options import ReasoningParser, ServerSettings
 from snapstream.startup.build import tokenizer_json
 from snapstream.types import FinishReason, Grammar
 from tests.server.app_client import HI, client, error_of, frames
-from tests.server.fake_engine import FACTS, FakeEngine, template_tokenizer, token_ids, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, template_tokenizer, token_ids, tokenizer
 
 INSIDE, LIKELY, OPEN, ANSWER = AnswerStart.INSIDE, AnswerStart.LIKELY, AnswerStart.OPEN, AnswerStart.ANSWER
 TURNS = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}<|assistant|>"
@@ -338,7 +338,7 @@ def test_channels_are_chosen_by_the_template() -> None:
     assert find_answer_start("harmony", "...<|message|>So", "So") is ANSWER
     own = template_tokenizer(HARMONY)
     own.add_special_tokens({"additional_special_tokens": list(HARMONY_TAGS)})
-    app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
+    app = make_app(FakeEngine(), own, ServerSettings(), lambda: METADATA)
     assert app.state.server.shows_special  # or the reader would not see the headers
     app.state.server.close()
 
@@ -349,7 +349,7 @@ def test_grammars_leave_room_for_channels(has_symbols: bool) -> None:
     own = copy.deepcopy(tokenizer())
     if has_symbols:
         own.add_special_tokens({"additional_special_tokens": list(HARMONY_TAGS)})
-    app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
+    app = make_app(FakeEngine(), own, ServerSettings(), lambda: METADATA)
     texts = app.state.server.texts
     app.state.server.close()
     compiler = GrammarCompiler(lambda: tokenizer_json(own), len(own), [2])
@@ -381,7 +381,7 @@ def test_room_for_names_added_tokens_as_symbols(tags: Tags) -> None:
         own.add_special_tokens({"additional_special_tokens": added})
     else:
         own.add_tokens([AddedToken(tag, special=False) for tag in added])
-    app = make_app(FakeEngine(), own, ServerSettings(), lambda: FACTS)
+    app = make_app(FakeEngine(), own, ServerSettings(), lambda: METADATA)
     symbols = app.state.server.texts.symbols
     app.state.server.close()
     assert set(added) <= set(symbols)

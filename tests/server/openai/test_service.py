@@ -18,7 +18,7 @@ from snapstream.server.openai.protocol import ChatBody
 from snapstream.types import QueueFull
 from tests.server.app_client import CHAT, HI, TEXT, call, client, error_of, frames, samples
 from tests.server.app_server import Running, running_server
-from tests.server.fake_engine import ANSWER, FACTS, FakeEngine, logprob_of, token_ids, tokenizer
+from tests.server.fake_engine import ANSWER, METADATA, FakeEngine, logprob_of, token_ids, tokenizer
 from tests.waiting import HANG_S, until
 
 # The real openai client, sync and async, against the app on uvicorn and a loopback port (with the fake engine).
@@ -157,15 +157,15 @@ def test_every_answer_and_chunk_has_the_fingerprint(path: str, body: dict[str, A
         async with client(FakeEngine()) as http:
             whole = (await http.post(path, json=body)).json()
             chunks = frames((await http.post(path, json={**body, "stream": True})).text)
-            assert {part["system_fingerprint"] for part in (whole, *chunks)} == {FACTS.fingerprint}
+            assert {part["system_fingerprint"] for part in (whole, *chunks)} == {METADATA.fingerprint}
 
     asyncio.run(run())
 
 
 def test_a_fingerprint_tells_engines_apart() -> None:
-    other = replace(FACTS, engine=replace(FACTS.engine, budget=KVBudget.of(64)))
-    assert FACTS.fingerprint == replace(FACTS, created=0).fingerprint
-    assert len({FACTS.fingerprint, other.fingerprint, replace(FACTS, names=("b",)).fingerprint}) == 3
+    other = replace(METADATA, engine=replace(METADATA.engine, budget=KVBudget.of(64)))
+    assert METADATA.fingerprint == replace(METADATA, created=0).fingerprint
+    assert len({METADATA.fingerprint, other.fingerprint, replace(METADATA, names=("b",)).fingerprint}) == 3
 
 
 def test_models_version_and_request_id() -> None:
@@ -259,14 +259,14 @@ def test_every_request_leaves_one_line(stream: bool, caplog: pytest.LogCaptureFi
         return found
 
     num_prompt = len(token_ids("a"))
-    facts = f"prompt_tokens={num_prompt} dropped_tokens=0 cached_tokens=0 diverged_at=- kept_tokens={num_prompt} "
-    facts += "completion_tokens=3 queue_ms=1.0 ttft_ms="
-    assert f"status=200 end=length {facts}" in line(FakeEngine(), max_tokens=3)
+    fields = f"prompt_tokens={num_prompt} dropped_tokens=0 cached_tokens=0 diverged_at=- kept_tokens={num_prompt} "
+    fields += "completion_tokens=3 queue_ms=1.0 ttft_ms="
+    assert f"status=200 end=length {fields}" in line(FakeEngine(), max_tokens=3)
     status, end = (200, "engine_unavailable") if stream else (503, "-")
     assert f"status={status} end={end} prompt_tokens={num_prompt} " in line(FakeEngine(fail_after=2))
     refused = line(FakeEngine(), temperature=-1)
-    facts = "dropped_tokens=0 cached_tokens=0 diverged_at=- kept_tokens=0 completion_tokens=0 queue_ms=- ttft_ms=- ms="
-    assert f"status=400 end=- prompt_tokens=0 {facts}" in refused
+    fields = "dropped_tokens=0 cached_tokens=0 diverged_at=- kept_tokens=0 completion_tokens=0 queue_ms=- ttft_ms=- ms="
+    assert f"status=400 end=- prompt_tokens=0 {fields}" in refused
 
 
 def test_many_log_probabilities_are_written_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,6 +340,6 @@ def test_tools_are_counted_where_the_template_is_told_of_them(monkeypatch: pytes
     [dropped] = post("/tokenize", {"messages": HI, "tools": TOOLS, "tool_choice": "none"})
     assert dropped.json()["tokens"] == post("/tokenize", {"messages": HI})[0].json()["tokens"]
     monkeypatch.setattr(tokenizer(), "chat_template", TOLD)
-    for choice, told in ((None, "1"), ("auto", "1"), ("none", "none")):
+    for choice, expected in ((None, "1"), ("auto", "1"), ("none", "none")):
         [answer] = post("/tokenize", {"messages": HI, "tools": TOOLS, "tool_choice": choice})
-        assert tokenizer().decode(answer.json()["tokens"]) == told
+        assert tokenizer().decode(answer.json()["tokens"]) == expected

@@ -88,12 +88,12 @@ def arguments_of(call: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_schema_whole_and_streamed(client: openai.OpenAI, temperature: float) -> None:
-    wish: Any = {"model": "tiny", "messages": HI, "temperature": temperature, "seed": 1, "response_format": STRICT}
-    answer = client.chat.completions.create(**wish, n=2)
+    sent: Any = {"model": "tiny", "messages": HI, "temperature": temperature, "seed": 1, "response_format": STRICT}
+    answer = client.chat.completions.create(**sent, n=2)
     for choice in answer.choices:
         assert choice.finish_reason == "stop" and choice.message.content is not None
         Colour.model_validate_json(choice.message.content, strict=True)
-    chunks = list(client.chat.completions.create(**wish, stream=True))
+    chunks = list(client.chat.completions.create(**sent, stream=True))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == answer.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -118,18 +118,18 @@ def test_any_object(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_calls_whole_and_streamed(caller: openai.OpenAI, choice: Any) -> None:
-    wish: Any = {
+    sent: Any = {
         "model": "tiny", "messages": HI, "tools": [GET, NOW], "tool_choice": choice, "seed": 4,
         "parallel_tool_calls": False, "max_tokens": 300,
     }  # fmt: skip
-    answer = caller.chat.completions.create(**wish).choices[0]
+    answer = caller.chat.completions.create(**sent).choices[0]
     assert answer.finish_reason == "tool_calls" and answer.message.content is None
     assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1
     call: Any = answer.message.tool_calls[0]
     arguments_of(call)
     assert choice == "required" or call.function.name == "get_weather"
 
-    chunks = list(caller.chat.completions.create(**wish, stream=True))
+    chunks = list(caller.chat.completions.create(**sent, stream=True))
     deltas = [delta for chunk in chunks for delta in chunk.choices[0].delta.tool_calls or []]
     assert deltas[0].id and deltas[0].type == "function" and deltas[0].function
     assert deltas[0].function.name == call.function.name
@@ -139,7 +139,7 @@ def test_forced_calls_whole_and_streamed(caller: openai.OpenAI, choice: Any) -> 
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["tool_calls"]
 
-    with caller.chat.completions.stream(**wish) as stream:  # the helper that assembles a message
+    with caller.chat.completions.stream(**sent) as stream:  # the helper that assembles a message
         message = stream.get_final_completion().choices[0].message
     assert message.tool_calls and message.tool_calls[0].function.arguments == call.function.arguments
 
@@ -192,17 +192,17 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
 
 
 def test_refusals_name_the_field(client: openai.OpenAI) -> None:
-    def param_of(**wish: Any) -> Any:
+    def param_of(**sent: Any) -> Any:
         with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(model="tiny", messages=HI, **wish)
+            client.chat.completions.create(model="tiny", messages=HI, **sent)
         return caught.value.param
 
     bad: Any = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}
     assert param_of(tools=[bad], tool_choice="required") == "tools"
     assert param_of(tools=[NOW], tool_choice={"type": "function", "function": {"name": "g"}}) == "tool_choice"
     hangs = {"allOf": [{"type": "integer", "multipleOf": n} for n in (10007, 10009, 10037)]}
-    wish = {"type": "json_schema", "json_schema": {"name": "x", "schema": hangs}}
-    assert param_of(response_format=wish) == "response_format"
+    sent = {"type": "json_schema", "json_schema": {"name": "x", "schema": hangs}}
+    assert param_of(response_format=sent) == "response_format"
     assert client.chat.completions.create(model="tiny", messages=HI, max_tokens=1).choices
 
 
@@ -212,8 +212,8 @@ def test_side_by_side(url: str) -> None:
     async def run() -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
 
-            async def ask(**wish: Any) -> Any:
-                answer = await client.chat.completions.create(model="tiny", messages=HI, **wish)
+            async def ask(**sent: Any) -> Any:
+                answer = await client.chat.completions.create(model="tiny", messages=HI, **sent)
                 return answer.choices[0].message
 
             alone = await ask(temperature=0, max_tokens=40)

@@ -38,8 +38,8 @@ BROKEN = '<tool_call>\n{"name": "get", "arguments": oops}\n</tool_call>'
 def ask(answer: str, stream: bool = False, **body: Any) -> httpx.Response:
     async def run() -> httpx.Response:
         async with client(FakeEngine(answer=answer), tool_parser="hermes") as http:
-            wish = {"messages": HI, "tools": TOOLS, "stream": stream, **body}
-            return await http.post("/v1/chat/completions", json=wish)
+            sent = {"messages": HI, "tools": TOOLS, "stream": stream, **body}
+            return await http.post("/v1/chat/completions", json=sent)
 
     response = asyncio.run(run())
     assert response.status_code == 200, response.text

@@ -256,15 +256,18 @@ def test_an_example_is_answered_and_its_row_is_what_the_api_tells(
     body["kv_cache"]["return_kept"] = True
     whole = {**body, "stream": False, "stream_options": None}
     answer = HTTP.post(f"{tiny.url}/v1/chat/completions", json=whole, timeout=HANG_S).json()
-    told, cache = answer["snapstream"]["prompts"][0]["compression"], answer["snapstream"]["kv_cache"]
+    report, cache = answer["snapstream"]["prompts"][0]["compression"], answer["snapstream"]["kv_cache"]
     assert page.locator(".answer .words").inner_text() == answer["choices"][0]["message"]["content"].strip()
-    assert figure(page, "prompt") == f"{told['prompt_tokens']:,}" and figure(page, "kept") == f"{told['kept_tokens']:,}"
-    assert figure(page, "evicted") == f"{told['evicted_tokens']:,}" and told["evicted_tokens"] > 3000
-    assert figure(page, "row") == f"{round(told['row_bytes'] / 1024)} KiB" and figure(page, "end") == "stop"
+    assert (
+        figure(page, "prompt") == f"{report['prompt_tokens']:,}"
+        and figure(page, "kept") == f"{report['kept_tokens']:,}"
+    )
+    assert figure(page, "evicted") == f"{report['evicted_tokens']:,}" and report["evicted_tokens"] > 3000
+    assert figure(page, "row") == f"{round(report['row_bytes'] / 1024)} KiB" and figure(page, "end") == "stop"
 
-    count = told["prompt_tokens"]
+    count = report["prompt_tokens"]
     ends = {*range(cache["num_sink"]), *range(count - cache["num_recent"], count)}
-    heads = [ends | set(head) for layer in told["kept_positions"] for head in layer]
+    heads = [ends | set(head) for layer in report["kept_positions"] for head in layer]
     page.locator(".text .fact").first.wait_for()  # blocks are filled a moment later
     shown = page.locator(".text span").evaluate_all("nodes => nodes.map(n => [Number(n.dataset.token), n.className])")
     assert 200 < len(shown) < count  # as many as are near the view

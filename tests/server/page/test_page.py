@@ -22,7 +22,7 @@ from snapstream.cli import main
 from snapstream.server.page import FOLDER, INDEX, page_files
 from tests.server import app_client
 from tests.server.app_client import client, frames
-from tests.server.fake_engine import FACTS, FakeEngine, tokenizer
+from tests.server.fake_engine import METADATA, FakeEngine, tokenizer
 from tests.server.tiny_server import TinyServer, tiny_server
 from tests.waiting import HANG_S, HTTP
 
@@ -47,9 +47,9 @@ def compression(answer: dict[str, Any]) -> dict[str, Any]:
 
 def test_bits_and_positions_tell_the_same(server: TinyServer) -> None:
     answer = ask(server, "bitmap").json()
-    cache, told = answer["snapstream"]["kv_cache"], compression(answer)
-    assert "kept_positions" not in told and told["kept_tokens"] == 64
-    bitmap = told["kept_bitmap"]
+    cache, report = answer["snapstream"]["kv_cache"], compression(answer)
+    assert "kept_positions" not in report and report["kept_tokens"] == 64
+    bitmap = report["kept_bitmap"]
     assert {name: bitmap[name] for name in ("num_layers", "num_kv_heads", "num_tokens")} == {
         "num_layers": 4, "num_kv_heads": 2, "num_tokens": 203,
     }  # fmt: skip
@@ -215,7 +215,7 @@ def test_limits_for_a_choice_of_budget() -> None:
 
 
 def test_an_example_is_a_document_with_a_question_and_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_client, "FACTS", replace(FACTS, model=str(TINY_MODEL)))
+    monkeypatch.setattr(app_client, "METADATA", replace(METADATA, model=str(TINY_MODEL)))
 
     async def look(http: httpx.AsyncClient) -> None:
         seen = set()
@@ -235,7 +235,7 @@ def test_an_example_is_a_document_with_a_question_and_its_answer(monkeypatch: py
 
 
 def test_an_example_needs_admission(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_client, "FACTS", replace(FACTS, model=str(TINY_MODEL)))
+    monkeypatch.setattr(app_client, "METADATA", replace(METADATA, model=str(TINY_MODEL)))
 
     async def run() -> None:
         async with client(FakeEngine(), max_requests=1) as http:

@@ -132,8 +132,8 @@ def test_tools_in_namespaces_have_flat_names_for_the_model_only() -> None:
             await http.post("/v1/responses", json={"input": history, "tools": tools})
             assert 'crm__put({"a": 1}) crm__query({"input": "x"}) get({})' in prompt_of(engine)
             for choice in ({"name": "put"}, {"name": "put", "namespace": "crm"}):
-                wish = {"input": "hi", "tools": tools, "tool_choice": {"type": "function", **choice}}
-                assert (await http.post("/v1/responses", json=wish)).status_code == 200
+                sent = {"input": "hi", "tools": tools, "tool_choice": {"type": "function", **choice}}
+                assert (await http.post("/v1/responses", json=sent)).status_code == 200
                 assert "crm__put" in engine.requests[-1].sampling.grammar.text
 
     asyncio.run(run())
@@ -245,9 +245,9 @@ def test_tokens_are_counted() -> None:
         engine = FakeEngine()
         async with client(engine, template=TELLING, tool_parser="hermes") as http:
             for body in ({"tools": [GET], "instructions": "Be kind."}, {"input": CONVERSATIONS[3][0]}):
-                wish = {"input": "hi", **body}
-                counted = await http.post("/v1/responses/input_tokens", json=wish)
-                assert (await http.post("/v1/responses", json=wish)).status_code == 200
+                sent = {"input": "hi", **body}
+                counted = await http.post("/v1/responses/input_tokens", json=sent)
+                assert (await http.post("/v1/responses", json=sent)).status_code == 200
                 want = len(engine.requests[-1].prompt_token_ids)
                 assert counted.json() == {"object": "response.input_tokens", "input_tokens": want}
             assert error_of(await http.post("/v1/responses/input_tokens", json={"input": 3}), 400)["param"] == "input"

@@ -279,8 +279,8 @@ def run(
 
 async def create(http: AppClient, text: str, before: str | None = None, key: str = "", **body: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    wish = {"input": text, "previous_response_id": before, **body}
-    response = await http.post(PATH, json=wish, headers=headers)
+    sent = {"input": text, "previous_response_id": before, **body}
+    response = await http.post(PATH, json=sent, headers=headers)
     assert response.status_code == 200, response.text
     data: dict[str, Any] = response.json()
     return data
@@ -353,8 +353,8 @@ def test_items_are_referred_to() -> None:
         await create(http, "", input=[*items, {"role": "user", "content": "four"}])
         unstored = await create(http, "hi", store=False)
         for name in (unstored["output"][0]["id"], "msg_1", 3):
-            wish = {"input": [{"type": "item_reference", "id": name}]}
-            error = error_of(await http.post(PATH, json=wish), 400)
+            sent = {"input": [{"type": "item_reference", "id": name}]}
+            error = error_of(await http.post(PATH, json=sent), 400)
             assert (error["param"], error["code"]) == ("input", "item_not_found")
 
     run(work)
@@ -378,8 +378,8 @@ def test_each_key_sees_its_own() -> None:
         path, others = f"{PATH}/{mine['id']}", {"x-api-key": "yours"}
         for response in (await http.get(path, headers=others), await http.delete(path, headers=others)):
             assert error_of(response, 404)["code"] == "response_not_found"
-        wish = {"input": "x", "previous_response_id": mine["id"]}
-        assert error_of(await http.post(PATH, json=wish, headers=others), 400)["param"] == "previous_response_id"
+        sent = {"input": "x", "previous_response_id": mine["id"]}
+        assert error_of(await http.post(PATH, json=sent, headers=others), 400)["param"] == "previous_response_id"
         assert (await http.get(path, headers={"x-api-key": "mine"})).status_code == 200
 
     run(work, api_keys=("mine", "yours"))

@@ -439,7 +439,7 @@ def test_a_batch_is_put_together_again(num_ranks: int, batch: int) -> None:
         shares = [RowPartition(37, rank, num_ranks).shard(batch_places) for rank in range(num_ranks)]
         sizes = {len(share.entries) for share in shares}
         assert sizes == {min(batch + num_padding, -(-37 // num_ranks))}
-        told = []
+        gathered = []
         for rank, (entries, places, order) in enumerate(shares):
             is_padding = places.rows == RowPartition(37, rank, num_ranks).num_local
             assert (places.slots[is_padding] == 0).all() and (places.lengths[is_padding] == 1).all()
@@ -448,8 +448,8 @@ def test_a_batch_is_put_together_again(num_ranks: int, batch: int) -> None:
             assert torch.equal(places.slots[~is_padding], row[~is_padding] + 100)
             assert torch.equal(places.lengths[~is_padding], row[~is_padding] + 200)
             assert torch.equal(order, shares[0].order)
-            told.append(row)
-        together = torch.cat(told)[shares[0].order]
+            gathered.append(row)
+        together = torch.cat(gathered)[shares[0].order]
         assert torch.equal(together[:batch], rows[:batch])
 
 

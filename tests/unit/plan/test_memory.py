@@ -153,12 +153,12 @@ def test_staging_counts_what_is_expanded() -> None:
 def test_the_command_plans_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(KIMI_K2))
     assert main(["plan", str(tmp_path), "--json", "--prompt-len", "131072"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert told["token_bytes"] == 70_272 and told["rows"][0]["row_bytes"] == 131_072 * 70_272
-    assert told["all_layers_staging_bytes"] == 61 * 131_072 * 1152
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert plan["token_bytes"] == 70_272 and plan["rows"][0]["row_bytes"] == 131_072 * 70_272
+    assert plan["all_layers_staging_bytes"] == 61 * 131_072 * 1152
     assert main(["plan", str(tmp_path), "--json", "--prompt-len", "131072", "--kv-dtype", "fp8"]) == 0
-    told = json.loads(capsys.readouterr().out)  # a scale per layer, for both parts of a latent
-    assert told["token_bytes"] == 70_272 // 2 and told["rows"][0]["row_bytes"] == 131_072 * 70_272 // 2 + 61 * 4
+    plan = json.loads(capsys.readouterr().out)  # a scale per layer, for both parts of a latent
+    assert plan["token_bytes"] == 70_272 // 2 and plan["rows"][0]["row_bytes"] == 131_072 * 70_272 // 2 + 61 * 4
 
 
 # A prefix store in a plan, by hand for Llama-3.1-8B; what ``auto`` gives; what the start refuses.
@@ -206,8 +206,8 @@ def test_wrong_sizes(wrong: object) -> None:
         EngineOptions(prefix_store=wrong)  # type: ignore[arg-type]
 
 
-def machine(free: int, **facts: object) -> Machine:
-    return replace(Machine(device="cpu", free_bytes=free, total_bytes=100 * GIB), **facts)  # type: ignore[arg-type]
+def machine(free: int, **given: object) -> Machine:
+    return replace(Machine(device="cpu", free_bytes=free, total_bytes=100 * GIB), **given)  # type: ignore[arg-type]
 
 
 OPTIONS = EngineOptions(dtype="bfloat16", budget=4096, max_model_len=8192, prefix_store="auto")

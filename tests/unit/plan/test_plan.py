@@ -313,11 +313,11 @@ def test_weights_of_a_step() -> None:
     attention whole (11.4) or split, shared experts, dense layers and the head.
     """
     chosen = 653.9e9 * 222.5 / 256 / 16
-    dealt, split = (predictor(16, attention=way).step(64, 32_768) for way in ("dp", "tp"))
-    read = [step.weights_s * READ_SHARE * BANDWIDTH - chosen for step in (dealt, split)]
+    distributed, split = (predictor(16, attention=way).step(64, 32_768) for way in ("dp", "tp"))
+    read = [step.weights_s * READ_SHARE * BANDWIDTH - chosen for step in (distributed, split)]
     assert read[0] == pytest.approx(13.2e9, rel=0.03) and read[1] == pytest.approx(2.4e9, rel=0.1)
     whole_experts = predictor(16, attention="dp", experts="ep").step(64, 32_768)
-    assert whole_experts.weights_s == pytest.approx(dealt.weights_s, rel=1e-3)
+    assert whole_experts.weights_s == pytest.approx(distributed.weights_s, rel=1e-3)
 
 
 def test_collectives_are_two_per_layer_and_two() -> None:
@@ -378,10 +378,10 @@ def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     asked = ["plan", str(tmp_path), "--tensor-parallel", "16", "--attention", "dp", "--prompt-len", "131072",
              "--budget", "32768", "--memory", "141GB", "--bandwidth", "4.8TB/s"]  # fmt: skip
     assert main([*asked, "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    ranks = told["ranks"]
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    ranks = plan["ranks"]
     assert ranks["parallel"]["size"] == 16 and ranks["parallel"]["attention"] == "dp"
-    assert 400 < told["rows"][1]["max_rows"] < 560
+    assert 400 < plan["rows"][1]["max_rows"] < 560
     assert main(asked) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "rows distributed (dp)" in shown and "experts_gate_up" in shown
@@ -390,7 +390,7 @@ def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(
-    ("published", "ways", "told"),
+    ("published", "ways", "words"),
     [
         (DEEPSEEK_V3, [], "rows of latents, whole on each rank of its weights:"),
         (
@@ -402,11 +402,11 @@ def test_the_command_plans_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_the_plan_says_where_rows_lie(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], published: dict[str, Any], ways: list[str], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], published: dict[str, Any], ways: list[str], words: str
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published))
     assert main(["plan", str(tmp_path), "--tensor-parallel", "4", "--prompt-len", "4096", *ways]) == 0
-    assert told in " ".join(capsys.readouterr().out.split())
+    assert words in " ".join(capsys.readouterr().out.split())
 
 
 # What ``plan`` counts of engines on several ranks, at the sizes of published models.
@@ -433,16 +433,18 @@ def test_no_row_more_would_fit(size: int, attention: str) -> None:
         assert memory(R1, size, fit + 1, attention=attention).total_bytes > room
 
 
-def test_rows_that_are_dealt_out_take_one_rank_each() -> None:
-    """Latents lie whole on every rank where heads are split; dealt out, 16 ranks hold about 16 times the rows."""
-    split, dealt = (memory(R1, 16, attention=attention) for attention in ("tp", "dp"))
-    assert split.row_bytes == dealt.row_bytes == kv_spec_of(R1, "bfloat16").row_bytes(8192)
+def test_rows_that_are_distributed_take_one_rank_each() -> None:
+    """Latents lie whole on every rank where heads are split; distributed, 16 ranks hold about 16 times the rows."""
+    split, distributed = (memory(R1, 16, attention=attention) for attention in ("tp", "dp"))
+    assert split.row_bytes == distributed.row_bytes == kv_spec_of(R1, "bfloat16").row_bytes(8192)
     free = 20 * 10**9
-    more_rows = dealt.rows_that_fit(dealt.fixed_bytes + free) / split.rows_that_fit(split.fixed_bytes + free)
+    more_rows = distributed.rows_that_fit(distributed.fixed_bytes + free) / split.rows_that_fit(
+        split.fixed_bytes + free
+    )
     assert 11 < more_rows < 16  # less than 16: each rank draws the tokens of all rows
     rows = [memory(R1, 16, max_rows, attention="dp").total_bytes for max_rows in (16, 17, 32)]
-    everywhere = dealt.state_bytes + dealt.batch_bytes
-    assert rows[1] - rows[0] == dealt.row_bytes + everywhere
+    everywhere = distributed.state_bytes + distributed.batch_bytes
+    assert rows[1] - rows[0] == distributed.row_bytes + everywhere
     assert rows[2] - rows[1] == 15 * everywhere
 
 
