@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from snapstream.config import DType, ModelConfig, RopeConfig, StoredWeights, WeightFormat
 from snapstream.config.values import num_cores
 from snapstream.config.weights import IQ4_NUMBERS, IQ_NUMBERS, IQ_UNITS, K_GROUPS, stack_name
-from snapstream.models.gguf_architectures import Model
+from snapstream.models.gguf_architectures import open_model
 from snapstream.models.gguf_header import FLOATS, Tensor, first_file
-from snapstream.models.gguf_settings import ROPE_TABLES, open_model, settings_of
+from snapstream.models.gguf_model import Model
+from snapstream.models.gguf_settings import ROPE_TABLES, settings_of
 
 if TYPE_CHECKING:
     import numpy as np

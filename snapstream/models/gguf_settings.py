@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from snapstream.models.gguf_architectures import ARCHITECTURES, MIXTRAL, ROPE_FACTORS, Model, Settings
-from snapstream.models.gguf_header import Array, Header, Tensor, described, read_header, split_files
+from snapstream.models.gguf_architectures import open_model
+from snapstream.models.gguf_header import Array, Header, described
+from snapstream.models.gguf_model import ROPE_FACTORS, Model, Settings
 
 _FIELDS = {
     "context_length": "max_position_embeddings",
@@ -34,36 +34,6 @@ _NEEDED = (
     "block_count", "context_length", "embedding_length", "attention.head_count", "attention.layer_norm_rms_epsilon",
 )  # fmt: skip
 ROPE_TABLES = (ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-def open_model(path: Path) -> Model:
-    """ValueError for a broken file, an architecture that is not supported, and files that do not belong together."""
-    return _joined(tuple(read_header(file) for file in split_files(path)))
-
-
-@lru_cache(maxsize=16)
-def _joined(headers: tuple[Header, ...]) -> Model:
-    first, tensors = headers[0], dict[str, Tensor]()
-    path = first.file
-    kind = first.metadata.get("general.architecture")
-    known = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    if known is None:
-        raise ValueError(
-            f"{path}: general.architecture is {described(kind)}; GGUF files are read of {', '.join(ARCHITECTURES)}"
-        )
-    for header in headers:
-        for name, tensor in header.tensors.items():
-            if name in tensors:
-                raise ValueError(f"{name[:80]} is in two files: {tensors[name].file.name} and {header.file.name}")
-            tensors[name] = tensor
-    count = first.metadata.get("split.tensors.count", len(tensors))
-    if count != len(tensors):
-        raise ValueError(
-            f"{path}: split.tensors.count is {described(count)}, and its files hold {len(tensors):,} tensors"
-        )
-    if kind == "llama" and first.metadata.get("llama.expert_count"):
-        known = MIXTRAL
-    return Model(header=first, architecture=known, tensors=tensors)
 
 
 def settings_of(path: Path) -> Settings:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from snapstream.models import gguf_settings
+from snapstream.models import gguf_architectures
 from snapstream.models.chat_template import TemplateFault, check_template
 from snapstream.models.config_json import MAX_TEMPLATE_BYTES, check_folder, read_object
 from snapstream.models.gguf_header import Header, is_gguf, read_header
@@ -219,7 +219,7 @@ _NORMALIZED = ("qwen2", "qwen35", "command-r")  # to Unicode's NFC
 
 def _gguf_tokenizer(file: Path) -> PreTrainedTokenizerBase:
     """The tokenizer in the metadata of a file. ValueError for a kind that is not supported, and a broken one."""
-    header = gguf_settings.open_model(file).header
+    header = gguf_architectures.open_model(file).header
     metadata = header.metadata
     kind = metadata.get(_KIND)
     if kind not in ("gpt2", "llama", "gemma4"):
