@@ -1,4 +1,4 @@
-"""The table of docs/models.md that says from which kinds of files an architecture is read, and what was checked."""
+"""The tables of docs/models.md that say which GGUF files are read, and which quantized checkpoints tests load."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ _TEXT_PARTS = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
     "Step3p5ForCausalLM": "Step3p7ForConditionalGeneration",
+    "Llama4ForConditionalGeneration": "Llama4ForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Kimi_K25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Exaone4_5_ForConditionalGeneration": "Exaone4ForCausalLM",
+    "Lfm2VlForConditionalGeneration": "Lfm2ForCausalLM",
 }
 # What tests load of the kinds that hold for every architecture: tests/parity/test_packings.py, test_latents.py,
 # test_mxfp4.py and tests/clients/test_compressed_tensors.py.
@@ -40,19 +45,22 @@ _QUANTIZED: Mapping[str, tuple[str, ...]] = {
 
 
 def section() -> str:
-    """A row for each architecture that has them: names of its GGUF files, quantized checkpoints that tests load."""
+    """Which architectures the files of a GGUF name are read as, and what tests load of quantized checkpoints."""
+    by_name: dict[str, list[str]] = {}
+    for name in FAMILIES.names:
+        for own in _gguf(name):
+            by_name.setdefault(own, []).append(f"`{name}`")
     rows = [
-        [f"`{name}`", _gguf(name), *("checked" if name in names else "" for names in _QUANTIZED.values())]
-        for name in FAMILIES.names
+        [f"`{name}`", *("checked" if name in names else "" for names in _QUANTIZED.values())] for name in FAMILIES.names
     ]
-    rows = [row for row in rows if any(row[1:])]
-    return table(["architecture", "GGUF", *_QUANTIZED], rows) + "\n"
+    files = table(["GGUF", "architecture"], [[f"`{own}`", ", ".join(names)] for own, names in by_name.items()])
+    return f"{files}\n\n{table(['architecture', *_QUANTIZED], [row for row in rows if any(row[1:])])}\n"
 
 
-def _gguf(name: str) -> str:
-    """The architecture of its files: that of its text part; of Granite 4.0 without recurrent layers Granite 3's, of
+def _gguf(name: str) -> list[str]:
+    """The architectures of its files: that of its text part; of Granite 4.0 without recurrent layers Granite 3's, of
     Nemotron-H without experts another.
     """
     found = ARCHITECTURES.get(_TEXT_PARTS.get(name, name), "")
     more = {"granitehybrid": "granite", "nemotron_h_moe": "nemotron_h"}
-    return ", ".join(f"`{own}`" for own in (found, more.get(found)) if own)
+    return [own for own in (found, more.get(found)) if own]

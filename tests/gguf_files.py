@@ -46,15 +46,18 @@ ARCHITECTURES = {
     "Step3p7ForConditionalGeneration": "step35", "LagunaForCausalLM": "laguna",
     "MuseGlimmerForConditionalGeneration": "muse-glimmer", "Llama4ForCausalLM": "llama4",
     "HunYuanMoEV1ForCausalLM": "hunyuan-moe", "FalconH1ForCausalLM": "falcon-h1",
+    "Mistral4ForCausalLM": "mistral4", "ApertusForCausalLM": "apertus", "Jais2ForCausalLM": "jais2",
+    "OlmoForCausalLM": "olmo", "GraniteSWAForCausalLM": "granite_swa", "GraniteMoeSWAForCausalLM": "granite_swa",
+    "Cohere2MoeForCausalLM": "cohere2moe", "GlmForCausalLM": "chatglm", "KimiLinearForCausalLM": "kimi-linear",
+    "BailingHybridForCausalLM": "bailingmoe3", "MiniMaxM3SparseForConditionalGeneration": "minimax-m3",
+    "MiMoV2FlashForCausalLM": "mimo2", "Glm4vForConditionalGeneration": "glm4",
+    "Glm46VForConditionalGeneration": "glm4", "Glm4vMoeForConditionalGeneration": "glm4moe",
 }  # fmt: skip
 # Newer than the package: an architecture that names its tensors alike.
 NAMED_AS = {
-    "laguna": "step35",
-    "muse-glimmer": "afmoe",
-    "deepseek32": "glm-dsa",
-    "hy_v3": "dots1",
-    "mellum": "qwen3moe",
-}
+    "laguna": "step35", "muse-glimmer": "afmoe", "deepseek32": "glm-dsa", "hy_v3": "dots1", "mellum": "qwen3moe",
+    "granite_swa": "granitehybrid", "cohere2moe": "dots1", "minimax-m3": "dots1", "bailingmoe3": "kimi-linear",
+}  # fmt: skip
 
 
 def longrope(original: int) -> dict[str, Any]:
@@ -74,6 +77,8 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "mscale": 0.
 _LATENT: dict[str, Any] = {"rope_parameters": _YARN}
 _LLAMA4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1, "no_rope_layer_interval": 4,
            "use_qk_norm": True}  # fmt: skip
+_KIMI = {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 12, "short_conv_kernel_size": 4}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 _MUSE = {"post_norm_eps": 1e-8, "layer_rope_theta": [10000.0, 0, 10000.0]}
 MODELS: dict[str, dict[str, Any]] = {
     "llama-mha": {"head_dim": 20}, "llama-gqa-tied": {}, "llama-llama3": {}, "llama-linear": {}, "llama-yarn": {},
@@ -103,10 +108,33 @@ MODELS: dict[str, dict[str, Any]] = {
     "laguna-panels": {}, "muse-glimmer": {"post_norm_eps": 1e-8}, "muse-glimmer-panels": _MUSE,
     "llama4": _LLAMA4, "llama4-panels": {**_LLAMA4, "num_hidden_layers": 4},
     "hunyuan-moe": {}, "hunyuan-moe-panels": {}, "solar-open": {},
+    "mistral4": {"rope_parameters": {**_YARN, "original_max_position_embeddings": 32, "mscale": 1.0,
+                                     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+    "apertus": {}, "apertus-panels": {}, "jais2": {}, "olmo": {"attention_bias": False},
+    "granite-swa": {"layer_rope_theta": [10000.0, 0, 10000.0, 10000.0, 0, 10000.0]},
+    "granite-moe-swa": {"shared_intermediate_size": 40},
+    "cohere-plus": {"tie_word_embeddings": True}, "cohere2-moe": {},
+    "cohere2-moe-rms": {"shared_expert_combination_strategy": "average"},
+    "glm": {"head_dim": 8}, "kimi-linear": {"linear_num_heads": 4, **_ONE_GROUP},
+    "kimi-linear-48b": {"linear_attn_config": {**_KIMI, "num_heads": 4}, **_ONE_GROUP},
+    "ling3": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "num_hidden_layers": 4,
+              "layer_types": ["linear_attention", "full_attention"] * 2},
+    "minimax-m3": {"swiglu_limit": 7.0, "shared_intermediate_size": 24},
+    "minimax-m3-panels": {"swiglu_limit": 7.0, "shared_intermediate_size": 64},
+    "mimo-v2": {"routed_scaling_factor": 1.0}, "mimo-v2-panels": {}, "mimo-v2-full": {},
     "falcon-h1": {}, "falcon-h1-panels": {}, "falcon-h1-norm": {"tie_word_embeddings": False},
 }  # fmt: skip
-PERMUTED = ("llama", "muse-glimmer", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee")
-OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35")  # norms have 1 added
+PERMUTED = ("llama", "muse-glimmer", "mistral3", "smollm3", "granite", "granitehybrid", "granitemoe", "arcee",
+            "granite_swa", "olmo")  # fmt: skip
+OFFSET = ("nemotron", "gemma", "gemma2", "gemma3", "qwen3next", "qwen35", "qwen35moe", "step35",
+          "minimax-m3")  # norms have 1 added  # fmt: skip
+KDA = ("kimi-linear", "bailingmoe3")
+TURNED = ("Glm4vForConditionalGeneration", "Glm46VForConditionalGeneration")
+TOWERS = ("vision_model.", "vit_large_projector.", "model.vision_", "vision_tower.", "multi_modal_", "patch_merge_")
+OLD_NAMES = {  # of published files, which transformers writes
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", ".attention.dense.": ".self_attn.o_proj.",
+    ".attention.": ".self_attn.", "attention_sink_bias": "sinks", "_moe.router.weight": "_moe.router.layer.weight",
+}  # fmt: skip
 DELTA = ("qwen3next", "qwen35", "qwen35moe")
 EXPERT = re.compile(r"\w+\.layers\.(\d+)\.(?:mlp|mixer|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 STREAM = re.compile(r"model\.altup_(unemb)?(?:ed_)?projections\.(\d+)\.weight")
@@ -119,6 +147,13 @@ def permuted(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]
     """Rows of q or k of Llama as llama.cpp keeps them: the two halves of a head by turns."""
     halves = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def turned(rows: np.ndarray[Any, Any], size: int, share: float) -> np.ndarray[Any, Any]:
+    """Rows of q or k of GLM-4 whose pairs (0, 1), (2, 3) of a head, as far as it is rotated, are halves."""
+    order = np.arange(size)
+    order[: int(size * share)] = np.concatenate([order[at : int(size * share) : 2] for at in (0, 1)])
+    return np.ascontiguousarray(rows.reshape(-1, size, *rows.shape[1:])[:, order]).reshape(rows.shape)
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
@@ -153,7 +188,10 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
     heads = {"q_proj": settings["num_attention_heads"], "k_proj": settings.get("num_key_value_heads")}
     found: dict[str, np.ndarray[Any, Any]] = {}
     experts: dict[str, dict[int, np.ndarray[Any, Any]]] = {}
-    for name, numbers in load_file(folder / "model.safetensors").items():
+    for stored, numbers in load_file(folder / "model.safetensors").items():
+        name = stored
+        for old, new in OLD_NAMES.items():
+            name = name.replace(old, new)
         expert = EXPERT.fullmatch(name)
         if expert is not None:
             stack = f"blk.{expert[1]}.ffn_{EXPERT_NAMES[expert[3]]}_exps.weight"
@@ -163,10 +201,14 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray[Any, Any]]:
             stack = "altup_unembd_proj.weight" if stream[1] else "altup_proj.weight"
             experts.setdefault(stack, {})[int(stream[2])] = numbers
             continue
-        if name.startswith(("vision_model.", "vit_large_projector.", "model.vision_")):
+        if name.startswith(TOWERS):
             continue
         name = name.replace("model.language_model.", "model.")
+        if arch in ("minimax-m3", "kimi-linear"):
+            name = name.replace(".block_sparse_moe.", ".mlp.")
         projection = name.split(".")[-2]
+        if settings["architectures"][0] in TURNED and projection in heads:
+            numbers = turned(numbers, settings["head_dim"], settings["rope_parameters"]["partial_rotary_factor"])
         if arch in PERMUTED and projection in heads:
             numbers = permuted(numbers, heads[projection])
         if arch in OFFSET and name.endswith("norm.weight") and "linear_attn" not in name:
@@ -213,6 +255,20 @@ def parts_of(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """A tensor as llama.cpp's converter has it before names are mapped; names with ``blk.`` are mapped."""
     layer = f"blk.{name.split('.')[2]}" if name.startswith("model.layers.") else ""
+    if "act_fn" in name:
+        return {}
+    if name.endswith("sinks"):
+        return {f"{layer}.attn_sinks": numbers}
+    if ".self_attn.index_" in name:
+        return {f"{layer}.indexer.{name.rpartition('index_')[2]}": numbers}
+    if arch in KDA and (own := kda_part(name, numbers, arch, settings["num_attention_heads"])) is not None:
+        return {f"{layer}.{own[0]}": own[1]}
+    if arch == "granite_swa" and (stacked := re.search(r"(experts|shared_mlp)\.(gate_up|input|down|output)", name)):
+        kind = "exps" if stacked[1] == "experts" else "shexp"
+        part = "down" if stacked[2] in ("down", "output") else "gate_up" if kind == "exps" else "up"
+        return {f"{layer}.ffn_{part}_{kind}.weight": numbers}
+    if arch == "mistral4" and name.endswith("gate_up_proj"):
+        return {f"{layer}.ffn_gate_up_exps.weight": numbers}
     if "router." in name and name.endswith("scale"):
         stored = "ffn_down_exps" if "per_expert" in name else "ffn_gate_inp"
         return {f"{layer}.{stored}.scale": numbers}
@@ -250,6 +306,26 @@ def parts_of(
     if "linear_attn" in name:
         return delta_parts(name, numbers, settings, arch, layer)
     return {name.replace(".dt_bias", ".dt_proj.bias"): numbers}
+
+
+def kda_part(
+    name: str, numbers: np.ndarray[Any, Any], arch: str, heads: int
+) -> tuple[str, np.ndarray[Any, Any]] | None:
+    """The name and numbers of a tensor of delta attention, or of a gate of latent attention; None: another."""
+    part = name.partition(".self_attn.")[2]
+    stored = {"A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "b_proj.weight": "ssm_beta.weight",
+              "o_norm.weight": "ssm_norm.weight", "g_proj.weight": "ssm_g_a.weight"}  # fmt: skip
+    if part == "g_proj.weight" and len(numbers) == heads:
+        return "attn_gate.weight", numbers
+    if part == "A_log" and arch == "bailingmoe3":
+        return "ssm_a", np.exp(numbers)[:, None]
+    if part == "A_log":
+        return "ssm_a", -np.exp(numbers)
+    if part.endswith("conv1d.weight"):
+        return f"ssm_conv1d_{part[0]}.weight", numbers[None]  # of four dimensions
+    if part[:2] in ("f_", "g_") and part not in stored:
+        return f"ssm_{part[0]}_{'b' if part[2] == 'b' else 'a'}.weight", numbers
+    return (stored[part], numbers) if part in stored else None
 
 
 def delta_parts(
@@ -359,6 +435,11 @@ def write_gguf(
     """
     settings = settings_of(folder)
     writer = start(file, settings, tokens or {"tokenizer.ggml.model": "no_vocab"}, num_tensors, more)
+    if arch_of(settings) == "apertus":
+        for part in ("alpha_p", "alpha_n", "beta", "eps"):  # settings without a prefix
+            loaded = load_file(folder / "model.safetensors")
+            values = [loaded[f"model.layers.{at}.mlp.act_fn.{part}"] for at in range(settings["num_hidden_layers"])]
+            _add(writer, f"xielu.{part}", [float(own.reshape(())) for own in values])
     found = tensors_of(folder)
     if numbers_of is not None:
         stored = {tensor.name: tensor for tensor in gguf.GGUFReader(numbers_of).tensors}
@@ -366,7 +447,7 @@ def write_gguf(
     found = found if change is None else change(found)
     if (factors := rope_factors(settings)) is not None:
         found["rope_freqs.weight"] = factors
-    for kind_of, factors in (settings["rope_parameters"] or {}).items():
+    for kind_of, factors in (settings.get("rope_parameters") or {}).items():
         if kind_of in ("short_factor", "long_factor"):
             found[f"rope_factors_{kind_of.removesuffix('_factor')}.weight"] = np.array(factors, dtype=np.float32)
     for seed, (name, numbers) in enumerate(found.items()):
@@ -412,8 +493,11 @@ FIELDS = {
     "moe_latent_size": "moe_latent_size",
     "hidden_size_per_layer_input": "embedding_length_per_layer_input", "mamba_d_state": "ssm.state_size",
     "mamba_n_groups": "ssm.group_count", "mamba_n_heads": "ssm.time_step_rank",
+    "num_expert_group": "expert_group_count", "model_max_length": "context_length",
+    "num_experts_per_token": "expert_used_count",
 }  # fmt: skip
-SIGMOID = ("afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa",
+SIGMOID = ("kimi-linear", "bailingmoe3", "minimax-m3", "mimo2",
+           "afmoe", "exaone-moe", "glm4moe", "dots1", "minimax-m2", "lfm2moe", "hy_v3", "deepseek32", "glm-dsa",
            "step35", "laguna")  # fmt: skip
 # And which layers have them.
 WINDOWS = (
@@ -427,9 +511,13 @@ WINDOWS = (
     "step35",
     "laguna",
     "muse-glimmer",
+    "granite_swa",
+    "cohere2moe",
+    "mimo2",
 )
-NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa")
-LATENTS = ("deepseek2", "deepseek32", "glm-dsa")
+NORMED = ("dots1", "exaone-moe", "glm4moe", "lfm2moe", "nemotron_h_moe", "deepseek2", "deepseek32", "glm-dsa",
+          "mistral4", "cohere2moe")  # fmt: skip
+LATENTS = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)
 
 
 def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
@@ -444,7 +532,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
     if arch in ("lfm2", "lfm2moe", "granitehybrid"):
         kv_heads = [kv_heads if "attention" in kind and "linear" not in kind else 0 for kind in kinds]
     found["attention.head_count_kv"] = kv_heads
-    rope = settings["rope_parameters"]
+    rope = settings.get("rope_parameters") or {"rope_type": "default"}
     if any(isinstance(own, dict) for own in rope.values()):  # of layers with a window, and of the others
         found["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
@@ -465,7 +553,7 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         old = rope["original_max_position_embeddings"]
         stretch = max(settings["max_position_embeddings"] / old, 1.0)
         found["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(stretch) / np.log(old)))
-    if "llama_4_scaling_beta" in rope:
+    if "llama_4_scaling_beta" in rope and arch != "mistral4":  # whose files lack it
         found["attention.temperature_scale"] = float(rope["llama_4_scaling_beta"])
         found["rope.scaling.yarn_log_multiplier"] = float(rope["mscale_all_dim"])
     if arch.startswith("nemotron_h"):
@@ -567,6 +655,51 @@ def metadata_of(settings: dict[str, Any], arch: str) -> dict[str, Any]:
         if settings["architectures"] == ["YoutuForCausalLM"]:
             found |= {"leading_dense_block_count": layers, "expert_shared_count": 0}
             found["expert_feed_forward_length"] = settings["intermediate_size"]
+    if arch in KDA:
+        full, shared = [int(kind == "full_attention") for kind in kinds], settings["num_shared_experts"]
+        found |= {
+            "attention.head_count_kv": full, "attention.value_length": head_dim, "expert_shared_count": shared,
+            "kda.head_dim": settings["linear_head_dim"], "ssm.conv_kernel": settings["linear_conv_kernel_dim"],
+        }  # fmt: skip
+    if arch == "bailingmoe3":
+        found |= {
+            "kda.safe_gate": settings["kda_safe_gate"], "kda.gate_lower_bound": settings["kda_lower_bound"],
+            "expert_shared_feed_forward_length": shared * settings["moe_intermediate_size"],
+            "expert_weights_norm": settings["moe_renormalize"], "attention.value_length": settings["linear_head_dim"],
+        }  # fmt: skip
+    if arch == "olmo":
+        found["attention.layer_norm_epsilon"] = 1e-5
+    if arch == "granite_swa":
+        found["attention.rope_pattern"] = [theta != 0 for theta in settings["layer_rope_theta"]]
+    if arch == "cohere2moe":
+        found |= {
+            "expert_feed_forward_length": settings["intermediate_size"],
+            "feed_forward_length": settings.get("prefix_dense_intermediate_size") or settings["intermediate_size"],
+            "expert_shared_count": settings["num_shared_experts"],
+            "expert_shared_feed_forward_length": settings["intermediate_size"] * settings["num_shared_experts"],
+            "expert_gating_func": 2 if settings["expert_selection_fn"] == "sigmoid" else 1,
+            "leading_dense_block_count": (settings["mlp_layer_types"] or []).count("dense"),
+        }  # fmt: skip
+    if arch == "mimo2":
+        windowed = settings.get("swa_num_key_value_heads") or 2 * kv_heads
+        found |= {
+            "attention.head_count_kv": [windowed if kind == "sliding_attention" else kv_heads for kind in kinds],
+            "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in kinds],
+            "attention.value_length": settings["v_head_dim"],
+            "attention.value_scale": settings["attention_value_scale"],
+        }  # fmt: skip
+        found.pop("expert_weights_scale")
+    if arch == "minimax-m3":
+        found |= {
+            "feed_forward_length": settings["dense_intermediate_size"], "expert_shared_count": 1,
+            "expert_feed_forward_length": settings["intermediate_size"], "expert_weights_norm": True,
+            "attention.indexer.head_count": settings["index_n_heads"],
+            "attention.indexer.top_k": settings["index_topk_blocks"],
+            "attention.indexer.block_size": settings["index_block_size"],
+            "attention.indexer.local_blocks": settings["index_local_blocks"],
+            "leading_dense_block_count": settings["mlp_layer_types"].count("dense"),
+        }  # fmt: skip
+        found.pop("expert_shared_feed_forward_length")
     if arch in DELTA:
         found["ssm.inner_size"] = settings["linear_num_value_heads"] * settings["linear_value_head_dim"]
         pairs = found["rope.dimension_count"] // 2

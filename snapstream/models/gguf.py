@@ -60,17 +60,20 @@ TABLES = ("model.embed_tokens.weight", "model.embeddings.weight", "lm_head.weigh
 _LAYER_TENSOR = re.compile(r"blk\.(?P<layer>\d{1,6})\.(?P<part>[a-z0-9_.]+?)(?:\.(?P<kind>weight|bias))?")
 # Matrices in the dtype of the computation, whatever the type of the others.
 _DENSE = (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight", ".modality_router.weight",
-          ".prediction_coefs.weight", ".correction_coefs.weight", ".shared_expert_gate.weight", ".conv1d.weight",
+          ".prediction_coefs.weight", ".correction_coefs.weight", ".shared_expert_gate.weight", "conv1d.weight",
           ".conv.conv.weight", ".kv_b_proj.weight", ".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight",
-          ".norm.weight")  # fmt: skip
+          "norm.weight", ".b_proj.weight", ".f_b_proj.weight", ".g_b_proj.weight")  # fmt: skip
 
 
 def config_of(config: ModelConfig, path: Path) -> ModelConfig:
     """``config``, that of ``settings_of``, with what files of this kind store differently."""
     model = open_model(path)
-    rope: RopeConfig = replace(config.rope, is_interleaved=model.architecture.is_interleaved)
+    is_turned = "rope.dimension_sections" in model.own  # of pictures; GLM-4's rows are halves there
+    rope: RopeConfig = replace(config.rope, is_interleaved=model.architecture.is_interleaved and not is_turned)
     is_fused = config.has_fused_gate_up and not model.architecture.has_split_gates
-    return replace(config, rope=rope, stored=_stored(model), has_fused_gate_up=is_fused)
+    is_qkv = model.architecture.layer_names.get("attn_qkv") == "self_attn.qkv_proj"
+    has_qkv = is_qkv and model.has("attn_qkv.weight")
+    return replace(config, rope=rope, stored=_stored(model), has_fused_gate_up=is_fused, has_fused_qkv=has_qkv)
 
 
 def _groups(model: Model) -> dict[str, set[str]]:
@@ -167,9 +170,9 @@ def _matrix_of(model: Model, name: str) -> str:
     ):  # fmt: skip
         if whole.endswith((f".{gate}", f".{up}")):
             whole = f"{whole.rpartition('.')[0]}.gate_up"
-    if re.search(r"(self_attn|mixer)\.[qkv]_proj$", whole) and "attention.kv_lora_rank" not in model.own:
-        whole = f"{whole.rpartition('.')[0]}.qkv"
-    return whole
+    if "attention.kv_lora_rank" in model.own:  # q, k and v are those of delta attention, and gates go with queries
+        return re.sub(r"self_attn\.([qkvfg]|[fg]_a|q_b)_proj$", "self_attn.delta_in", whole)
+    return re.sub(r"(self_attn|mixer)\.[qkv]_proj$", r"\1.qkv", whole)
 
 
 def _keeps_groups(model: Model) -> bool:
@@ -246,7 +249,7 @@ def _names(model: Model) -> dict[str, str]:
 
 
 Order = Sequence[int] | None
-Kind = Literal["numbers", "vector", "latents", "codes", "scales", "shape", "blocks", "exponents", "biases"]
+Kind = Literal["numbers", "vector", "number", "latents", "codes", "scales", "shape", "blocks", "exponents", "biases"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -260,7 +263,8 @@ class View:
     form: WeightFormat | None = None  # of codes and scales
     expert: int | None = None  # of a stored stack, the only one
     offset: float = 0.0  # what is subtracted
-    is_log: bool = False  # the logarithm of the negated numbers
+    log_sign: float = 0.0  # the logarithm of numbers of that sign
+    number: float = 0.0  # for the part "number", of the metadata
     rows: Order = None  # the stored row of each; None: the same order
     columns: Order = None
     matrix: tuple[int, ...] = ()  # for the part "shape"
@@ -278,7 +282,7 @@ def views(path: Path) -> dict[str, View]:
 
 @lru_cache(maxsize=16)
 def _views(model: Model) -> dict[str, View]:
-    stored, found, orders = _stored(model), _merged(model), _orders(model)
+    stored, found, orders = _stored(model), _merged(model) | _numbers(model), _orders(model)
     for name, tensors, expert, rows in _tensors(model):
         tensor, (own_rows, columns) = tensors[0], orders.get(name.split(".", 3)[-1], (None, None))
         rows = own_rows if rows is None else rows
@@ -316,22 +320,24 @@ def _views(model: Model) -> dict[str, View]:
     return found
 
 
-_VECTORS = (".norm.weight", ".conv1d.weight", ".conv.conv.weight", ".shared_expert_gate.weight")
+_VECTORS = (".norm.weight", "conv1d.weight", ".conv.conv.weight", ".shared_expert_gate.weight")
 
 
 def _vector(model: Model, name: str, tensor: Tensor) -> View:
     """Norms, biases, kernels of convolutions: read whole, in the shape that safetensors have."""
-    size, offset, is_log = prod(tensor.shape), 0.0, name.endswith(".A_log")
+    size, offset, sign = prod(tensor.shape), 0.0, model.architecture.log_sign if name.endswith(".A_log") else 0.0
     is_plain = name == "model.norm.weight" and model.architecture.has_plain_final_norm
     if name.endswith("norm.weight") and ".linear_attn." not in name and not is_plain:
         offset = model.architecture.norm_offset
     shape: tuple[int, ...] = (size,)
-    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
-        shape = (tensor.shape[0], 1, size // tensor.shape[0])
+    if name.endswith(("conv1d.weight", ".conv.conv.weight")):
+        shape = (size // tensor.shape[-1], 1, tensor.shape[-1])
+    elif name.endswith(".self_attn.A_log") and model.has("ssm_f_b.weight"):
+        shape = (1, 1, size, 1)
     elif name.endswith((".shared_expert_gate.weight", ".moe_statics.e_score_correction_bias")):
         shape = (1, size)
-    dtype = tensor.kind if tensor.kind in FLOATS and not (offset or is_log) else "F32"
-    return View(tensors=(tensor,), shape=shape, dtype=dtype, part="vector", offset=offset, is_log=is_log)
+    dtype = tensor.kind if tensor.kind in FLOATS and not (offset or sign) else "F32"
+    return View(tensors=(tensor,), shape=shape, dtype=dtype, part="vector", offset=offset, log_sign=sign)
 
 
 def _merged(model: Model) -> dict[str, View]:
@@ -360,9 +366,19 @@ def _merged(model: Model) -> dict[str, View]:
     return found
 
 
+def _numbers(model: Model) -> dict[str, View]:
+    """Tensors of a number of the metadata for each layer."""
+    first, found = next(iter(model.tensors.values())), {}
+    for key, name in model.architecture.numbers.items():
+        plain = View(tensors=(first,), shape=(1,) if ".alpha_" in name else (), dtype="F32", part="number")
+        for layer, number in enumerate(model.header.numbers(key)[: model.num_layers]):
+            found[f"model.layers.{layer}.{name}"] = replace(plain, number=number)
+    return found
+
+
 def _tensors(model: Model) -> Iterator[tuple[str, tuple[Tensor, ...], int | None, Order]]:
     """Names as in safetensors, whose rows each has, which expert of a stored stack it is, and which rows of it."""
-    names, merged = model.architecture.experts, model.architecture.merged
+    names, merged, joined = model.architecture.experts, model.architecture.merged, model.architecture.joined
     projections = {"ffn_gate_exps": names.gate, "ffn_up_exps": names.up, "ffn_down_exps": names.down}
     pairs = {"attn_k_b": ("attn_v_b", "self_attn.kv_b_proj.weight")}
     if model.architecture.name == "Qwen3NextForCausalLM":
@@ -373,13 +389,17 @@ def _tensors(model: Model) -> Iterator[tuple[str, tuple[Tensor, ...], int | None
         own = "" if part is None else part["part"]
         prefix = "" if part is None else f"model.layers.{int(part['layer'])}"
         if own in pairs:
-            second, joined = pairs[own]
-            yield f"{prefix}.{joined}", (tensor, _other(model, stored, stored.replace(own, second))), None, None
+            second, both = pairs[own]
+            yield f"{prefix}.{both}", (tensor, _other(model, stored, stored.replace(own, second))), None, None
         elif own in seconds:
             continue
         elif stored in _STREAMS and len(tensor.shape) == 3:
             for stream in range(tensor.shape[0]):
                 yield f"model.{_STREAMS[stored]}.{stream}.weight", (tensor,), stream, None
+        elif own in joined and stored.endswith(".weight"):
+            rows = tensor.shape[0] // len(joined[own])
+            for at, part_name in enumerate(joined[own]):
+                yield f"{prefix}.{part_name}.weight", (tensor,), None, range(at * rows, (at + 1) * rows)
         elif own not in (*projections, "ffn_gate_up_exps") or len(tensor.shape) != 3 or not stored.endswith(".weight"):
             yield name, (tensor,), None, None
         else:
@@ -466,6 +486,8 @@ class Shard:
                 return numpy.array(view.matrix, dtype=numpy.int64)[place]
             case "vector":
                 return self._vector(view)[place]
+            case "number":
+                return numpy.full(view.shape, view.number, numpy.float32)  # ranks do not divide it
             case "latents":
                 return self._latents(view)[place]
             case "biases":
@@ -540,9 +562,9 @@ class Shard:
 
         numbers = numbers_of(self._bytes(view.tensor).reshape(-1), view.tensor.kind)
         numbers = _widened(numbers) if view.dtype == "F32" else numbers
-        if view.is_log:
+        if view.log_sign:
             with numpy.errstate(all="ignore"):  # what is not finite is refused when all of it is read
-                numbers = numpy.log(-numbers)
+                numbers = numpy.log(view.log_sign * numbers)
         if view.rows is not None:
             numbers = numbers.reshape(len(view.rows), -1)[numpy.array(view.rows)]
         return numbers.reshape(view.shape) - numpy.float32(view.offset) if view.offset else numbers.reshape(view.shape)

@@ -29,9 +29,18 @@ _WINDOWED = {  # heads and a rope by kind of layers
     "attention.sliding_window": "sliding_window", "attention.head_count": "", "rope.freq_base_swa": "",
     "rope.dimension_count_swa": "", "leading_dense_block_count": "",
 }  # fmt: skip
-_QWEN_SHARED = {f"ffn_{name}_shexp": f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")}
+
+
+def _shared(prefix: str) -> dict[str, str]:
+    """Names of shared experts."""
+    return {f"ffn_{name}_shexp": f"{prefix}.{name}_proj" for name in ("gate", "up", "down")}
+
+
+_QWEN_SHARED = _shared("mlp.shared_expert")
+_LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_BLOCK_SPARSE = ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2")
 _PICTURES = {"rope.dimension_sections": "", "n_deepstack_layers": ""}  # by which texts do not differ
-_LOG = ".A_log"  # of which files have the negated exponential
+_LOG = ".A_log"  # of which files have the exponential, negated
 _DELTA_NAMES = {
     "post_attention_norm": "post_attention_layernorm", "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z", "ssm_beta": "linear_attn.in_proj_b", "ssm_alpha": "linear_attn.in_proj_a",
@@ -62,8 +71,7 @@ _GRANITE_FIELDS = {
     "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
 }  # fmt: skip
 _GRANITE_MOE_FIELDS = {
-    **_GRANITE_FIELDS, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    **_GRANITE_FIELDS, **_LOCAL_EXPERTS, "expert_shared_feed_forward_length": "shared_intermediate_size",
 }  # fmt: skip
 _COHERE = Architecture(
     name="CohereForCausalLM",
@@ -126,11 +134,33 @@ _NEMOTRON_H = Architecture(
     layer_types=("mamba", "attention"),
     complete=gguf_model.nemotron_h,
 )  # fmt: skip
+_KDA = replace(  # attn_q are queries of both kinds of layers
+    _DEEPSEEK,
+    name="KimiLinearForCausalLM",
+    fields={**_DEEPSEEK.fields, "kda.head_dim": ""},
+    settings={**_DEEPSEEK.settings, "norm_topk_prob": True},
+    layer_names={
+        **{f"ssm_conv1d_{name}": f"self_attn.{name}_conv1d" for name in "qkv"}, "ssm_a": f"self_attn{_LOG}",
+        **{f"ssm_{name}": f"self_attn.{name}_proj" for name in ("f_a", "f_b", "g_a", "g_b")},
+        "ssm_beta": "self_attn.b_proj", "ssm_dt.bias": "self_attn.dt_bias", "ssm_norm": "self_attn.o_norm",
+    },
+    experts=ExpertNames(gate="w1", up="w3", down="w2"),
+    router=SIGMOID,
+    layer_types=("linear_attention", "full_attention"),
+    complete=gguf_model.kimi,
+)  # fmt: skip
 ARCHITECTURES = {
     "llama": Architecture(name="LlamaForCausalLM", is_interleaved=True),
     "mistral3": Architecture(
         name="Ministral3ForCausalLM", is_interleaved=True, complete=gguf_model.ministral,
         fields={"attention.temperature_scale": "", "rope.scaling.yarn_log_multiplier": ""},
+    ),
+    "mistral4": replace(_DEEPSEEK, name="Mistral4ForCausalLM", router=1, complete=gguf_model.mistral4,
+                        fields={**_DEEPSEEK.fields, "attention.temperature_scale": ""}),
+    "apertus": Architecture(
+        name="ApertusForCausalLM",
+        layer_names={"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"},
+        numbers={f"xielu.{name}": f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps")},
     ),
     "qwen2": Architecture(name="Qwen2ForCausalLM"),
     "qwen2moe": Architecture(
@@ -240,9 +270,25 @@ ARCHITECTURES = {
     "nemotron": Architecture(
         name="NemotronForCausalLM", fields={"attention.layer_norm_epsilon": "norm_eps"}, norm_offset=1.0
     ),
+    "jais2": Architecture(name="Jais2ForCausalLM", fields=_LAYER_NORM),
+    "olmo": Architecture(  # whose norms have no weights, and one epsilon
+        name="OlmoForCausalLM", fields={"attention.layer_norm_epsilon": ""}, is_interleaved=True
+    ),
     "smollm3": Architecture(name="SmolLM3ForCausalLM", is_interleaved=True),
     "granite": Architecture(
         name="GraniteForCausalLM", fields=_GRANITE_FIELDS, is_interleaved=True, complete=gguf_model.granite
+    ),
+    "granite_swa": Architecture(
+        name="GraniteSWAForCausalLM",
+        fields={**_GRANITE_MOE_FIELDS, **_WINDOW, "attention.rope_pattern": ""},
+        layer_names={
+            "attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "block_sparse_moe.router.layer",
+            "ffn_down_shexp": "shared_mlp.output_linear",
+        },
+        joined={"ffn_up_shexp": ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")},
+        is_interleaved=True,
+        has_split_gates=True,
+        complete=gguf_model.granite_swa,
     ),
     "granitehybrid": Architecture(
         name="GraniteMoeHybridForCausalLM",
@@ -276,9 +322,24 @@ ARCHITECTURES = {
         router=SIGMOID,
     ),
     "command-r": _COHERE,
+    "cohere2moe": replace(
+        _COHERE, name="Cohere2MoeForCausalLM", router=None, complete=gguf_model.cohere_moe,
+        fields={
+            **_COHERE.fields, **_WINDOW, "feed_forward_length": "prefix_dense_intermediate_size",
+            **expert_fields(
+                "num_experts", feed_forward_length="intermediate_size", shared_count="num_shared_experts",
+                weights_scale="", group_count="", group_used_count="",
+            ),
+        },
+        settings={"norm_topk_prob": False},
+    ),
     "cohere2": replace(_COHERE, name="Cohere2ForCausalLM", fields={**_COHERE.fields, **_WINDOW}),
+    "chatglm": Architecture(  # the first GLM-4; q, k and v apart, or in one tensor
+        name="GlmForCausalLM", layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        is_interleaved=True,
+    ),
     "glm4": Architecture(
-        name="Glm4ForCausalLM",
+        name="Glm4ForCausalLM", fields=_PICTURES,
         layer_names={
             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
             "ffn_up": "mlp.gate_up_proj",
@@ -286,8 +347,21 @@ ARCHITECTURES = {
         is_interleaved=True,
     ),
     "glm4moe": Architecture(
-        name="Glm4MoeForCausalLM", fields=expert_fields(), router=SIGMOID, layer_names=_NORMS_AFTER,  # and Solar Open
+        name="Glm4MoeForCausalLM", fields={**expert_fields(), **_PICTURES}, router=SIGMOID,  # and Solar Open
+        layer_names=_NORMS_AFTER,
         settings={"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "first_k_dense_replace": 0},
+    ),
+    "kimi-linear": _KDA,
+    "bailingmoe3": replace(
+        _KDA, name="BailingHybridForCausalLM", experts=ExpertNames(), log_sign=1.0, complete=gguf_model.ling,
+        fields={
+            **_KDA.fields, "kda.safe_gate": "", "kda.gate_lower_bound": "", "swiglu_clamp_exp": "",
+            "swiglu_clamp_shexp": "",
+        },
+        layer_names={
+            **_KDA.layer_names, "ssm_f_a": "self_attn.f_proj", "ssm_g_a": "self_attn.g_proj",
+            "attn_gate": "self_attn.g_proj",
+        },
     ),
     "deepseek2": _DEEPSEEK,
     "deepseek32": replace(_SPARSE, name="DeepseekV32ForCausalLM"),
@@ -302,7 +376,7 @@ ARCHITECTURES = {
         fields={**_QWEN_EXPERTS, "expert_weights_scale": "router_scaling_factor", "expert_weights_norm": ""},
         layer_names={
             "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias",
-            **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+            **_shared("mlp.shared_mlp"),
         },
         settings={"router_scaling_factor": 1.0},
         router=SIGMOID,
@@ -314,11 +388,43 @@ ARCHITECTURES = {
     "minimax-m2": Architecture(
         name="MiniMaxM2ForCausalLM",
         router=SIGMOID,
-        fields={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+        fields=_LOCAL_EXPERTS,
         layer_names={
             "ffn_gate_inp": "block_sparse_moe.gate", "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
         },
-        experts=ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2"),
+        experts=_BLOCK_SPARSE,
+    ),
+    "minimax-m3": Architecture(
+        name="MiniMaxM3SparseForConditionalGeneration",
+        router=SIGMOID,
+        fields={
+            **_LOCAL_EXPERTS, "feed_forward_length": "dense_intermediate_size", "leading_dense_block_count": "",
+            "expert_feed_forward_length": "intermediate_size", "expert_shared_count": "n_shared_experts",
+            "expert_weights_scale": "routed_scaling_factor", "attention.indexer.top_k": "index_topk_blocks",
+            "attention.indexer.block_size": "index_block_size", "attention.indexer.head_count": "",
+            "attention.indexer.key_length": "", "attention.indexer.local_blocks": "",
+        },
+        layer_names={
+            "ffn_gate_inp": "block_sparse_moe.gate", "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias",
+            **_shared("block_sparse_moe.shared_experts"),
+            **{f"indexer.{name}.weight": "" for name in ("q_proj", "k_proj", "q_norm", "k_norm")},
+        },
+        settings={"routed_scaling_factor": 1.0},
+        experts=_BLOCK_SPARSE,
+        norm_offset=1.0,
+        complete=gguf_model.minimax_m3,
+    ),
+    "mimo2": Architecture(
+        name="MiMoV2FlashForCausalLM", router=SIGMOID, complete=gguf_model.mimo,
+        fields={
+            **_WINDOW, **expert_fields(), "attention.head_count_kv": "", "attention.value_length": "v_head_dim",
+            "attention.value_scale": "attention_value_scale", "rope.freq_base_swa": "",
+        },
+        settings={
+            "attention_value_scale": 1.0, "n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+            "topk_group": 1,
+        },
+        layer_names={"attn_sinks.weight": "self_attn.sinks"},
     ),
     "ernie4_5": Architecture(name="Ernie4_5ForCausalLM", is_interleaved=True),
     "ernie4_5-moe": Architecture(
@@ -366,7 +472,7 @@ ARCHITECTURES = {
         },
         layer_names={
             "attn_gate": "self_attn.g_proj", "ffn_gate_inp": "moe.gate", "exp_probs_b.bias": "moe.router_bias",
-            **{f"ffn_{name}_shexp": f"share_expert.{name}_proj" for name in ("gate", "up", "down")},
+            **_shared("share_expert"),
         },
     ),
     "laguna": Architecture(
@@ -394,14 +500,14 @@ ARCHITECTURES = {
     "llama4": Architecture(
         name="Llama4ForCausalLM", router=SIGMOID, complete=gguf_model.llama4,
         fields={
-            "feed_forward_length": "intermediate_size_mlp", "expert_feed_forward_length": "intermediate_size",
-            "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "interleave_moe_layer_step": "interleave_moe_layer_step", "attention.sliding_window": "",
+            **_LOCAL_EXPERTS, "feed_forward_length": "intermediate_size_mlp",
+            "expert_feed_forward_length": "intermediate_size", "attention.sliding_window": "",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
         },
         layer_names={
             "ffn_gate_inp": "feed_forward.router",
-            **{f"ffn_{name}{suffix}": f"feed_forward.{part}{name}_proj" for name in ("gate", "up", "down")
-               for suffix, part in (("", ""), ("_shexp", "shared_expert."))},
+            **{f"ffn_{name}": f"feed_forward.{name}_proj" for name in ("gate", "up", "down")},
+            **_shared("feed_forward.shared_expert"),
         },
         experts=ExpertNames(prefix="feed_forward"),
         is_interleaved=True,
@@ -413,7 +519,7 @@ ARCHITECTURES = {
         layer_names={
             "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
             "ffn_gate_inp": "mlp.gate.wg",
-            **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+            **_shared("mlp.shared_mlp"),
         },
     ),
     "exaone4": Architecture(
@@ -425,8 +531,7 @@ ARCHITECTURES = {
     "gpt-oss": Architecture(
         name="GptOssForCausalLM",
         fields={
-            **_WINDOW, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
-            "expert_feed_forward_length": "intermediate_size",
+            **_WINDOW, **_LOCAL_EXPERTS, "expert_feed_forward_length": "intermediate_size",
         },
         layer_names={
             "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
@@ -439,9 +544,9 @@ ARCHITECTURES = {
 }  # fmt: skip
 MIXTRAL = Architecture(
     name="MixtralForCausalLM",
-    fields={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
+    fields=_LOCAL_EXPERTS,
     layer_names={"ffn_gate_inp": "block_sparse_moe.gate"},
-    experts=ExpertNames(prefix="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    experts=_BLOCK_SPARSE,
     is_interleaved=True,
 )  # arch "llama" too, with experts
 

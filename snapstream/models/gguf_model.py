@@ -31,9 +31,12 @@ class Architecture:
     experts: ExpertNames = ExpertNames()
     is_interleaved: bool = False  # files have the rows of q and k so that pairs (0, 1), (2, 3) are rotated
     norm_offset: float = 0.0  # what files have added to the weights of norms
+    log_sign: float = -1.0  # what files have multiplied the exponential of A_log by
     has_plain_final_norm: bool = False  # but of the last
     rope: Mapping[str, Any] = field(default_factory=dict)  # settings of a scaled rope that files do not have
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # stacks of experts, rows of two by turns
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # tensors that are several, of as many rows
+    numbers: Mapping[str, str] = field(default_factory=dict)  # tensors of one number that are arrays of the metadata
     router: int | None = 1  # the function of its scores: 1 softmax, 2 sigmoid; None: ``complete`` knows
     layer_types: tuple[str, str] | None = None  # of layers without kv heads, and of the others
     has_tiled_values: bool = False  # value heads of DeltaNet: the first of every key head, then the second ...
@@ -96,6 +99,14 @@ class Model:
         value = self.own[key]
         return [int(own) for own in self.numbers(key)] if isinstance(value, Array) else [value] * self.num_layers
 
+    def dense_first(self, count: int) -> list[str]:
+        """``mlp_layer_types`` of a model whose first layers have no experts."""
+        return ["dense" if layer < count else "sparse" for layer in range(self.num_layers)]
+
+    def layers_with(self, ending: str) -> list[bool]:
+        """Whether each layer has such a tensor."""
+        return [f"blk.{layer}.{ending}" in self.tensors for layer in range(self.num_layers)]
+
     def kinds(self, key: str, some: str, none: str) -> list[str]:
         """Of every layer, by whether its number in an array is zero."""
         return [some if number else none for number in self.numbers(key)]
@@ -113,27 +124,61 @@ def expert_fields(count: str = "n_routed_experts", **changes: str) -> dict[str, 
     return {name: value for name, value in fields.items() if value}
 
 
-def deepseek(model: Model, own: Settings, settings: Settings) -> Settings:
-    """Heads as they are before latents are expanded; V2 scores by softmax, V3 by sigmoid with a correction."""
+def _latents(own: Settings, settings: Settings) -> Settings:
+    """Heads as they are before latents are expanded, and what YaRN does to the scale of scores."""
     rotated = own["rope.dimension_count"]
-    keys = own.get("attention.key_length_mla", own["attention.key_length"])
-    found = {
-        "qk_rope_head_dim": rotated, "qk_nope_head_dim": keys - rotated, "head_dim": rotated,
-        "v_head_dim": own.get("attention.value_length_mla", own["attention.value_length"]),
+    keys, values = (
+        own[name] if (name := f"attention.{kind}_length_mla") in own else own[f"attention.{kind}_length"]
+        for kind in ("key", "value")
+    )
+    found: Settings = {
+        "qk_rope_head_dim": rotated, "qk_nope_head_dim": keys - rotated, "head_dim": rotated, "v_head_dim": values,
         "num_key_value_heads": settings["num_attention_heads"], "partial_rotary_factor": 1.0,
     }  # fmt: skip
-    is_v3, router = model.has("exp_probs_b.bias"), own.get("expert_gating_func")
-    if not model.has("ffn_gate_inp.weight"):
-        found |= dict.fromkeys(expert_fields().values()) | {"architectures": ["YoutuForCausalLM"]}  # no experts
-    elif router and (router == SIGMOID) != is_v3:
-        raise ValueError(f"expert_gating_func is {router}; with exp_probs_b.bias it must be 2, without it 1")
-    elif not is_v3:
-        method = "group_limited_greedy" if settings["n_group"] > 1 else "greedy"
-        found |= {"topk_method": method, "architectures": ["DeepseekV2ForCausalLM"]}
     if scaling := settings.get("rope_scaling"):
         share = 10 * own.get("rope.scaling.yarn_log_multiplier", 0.0)
         found["rope_scaling"] = {**scaling, "mscale": share, "mscale_all_dim": share} if share else scaling
     return found
+
+
+def deepseek(model: Model, own: Settings, settings: Settings) -> Settings:
+    """V2 scores by softmax, V3 by sigmoid with a correction."""
+    found, is_v3, router = _latents(own, settings), model.has("exp_probs_b.bias"), own.get("expert_gating_func")
+    if not model.has("ffn_gate_inp.weight"):
+        return found | dict.fromkeys(expert_fields().values()) | {"architectures": ["YoutuForCausalLM"]}  # no experts
+    if router and (router == SIGMOID) != is_v3:
+        raise ValueError(f"expert_gating_func is {router}; with exp_probs_b.bias it must be 2, without it 1")
+    if is_v3:
+        return found
+    method = "group_limited_greedy" if settings["n_group"] > 1 else "greedy"
+    return found | {"topk_method": method, "architectures": ["DeepseekV2ForCausalLM"]}
+
+
+def mistral4(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Files lack the scale of queries in long contexts: that of the published model and of transformers' default."""
+    found = _latents(own, settings)
+    return found | {
+        "rope_scaling": {**found["rope_scaling"], "llama_4_scaling_beta": own.get("attention.temperature_scale", 0.1)}
+    }
+
+
+def kimi(model: Model, own: Settings, settings: Settings) -> Settings:
+    return _latents(own, settings) | {
+        "linear_conv_kernel_dim": own["ssm.conv_kernel"], "linear_head_dim": own["kda.head_dim"],
+        "linear_num_heads": settings["num_attention_heads"],
+    }  # fmt: skip
+
+
+def ling(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Decays without a floor and clamps of experts are refused; an array of zeros clamps nothing."""
+    if own.get("kda.safe_gate", True) is not True:
+        raise ValueError(f"{model.header.file}: kda.safe_gate is {own['kda.safe_gate']!r}; it must be true")
+    for key in {"swiglu_clamp_exp", "swiglu_clamp_shexp"} & set(own):
+        if any(model.numbers(key)):
+            raise ValueError(f"{model.header.file}: {key} has other numbers than 0, which is not supported")
+    return kimi(model, own, settings) | {
+        "kda_lower_bound": own["kda.gate_lower_bound"], "short_conv_kernel_size": own["ssm.conv_kernel"],
+    }  # fmt: skip
 
 
 def delta(model: Model, own: Settings, settings: Settings) -> Settings:
@@ -291,7 +336,7 @@ def stablelm(model: Model, own: Settings, settings: Settings) -> Settings:
 
 
 def hy3(model: Model, own: Settings, settings: Settings) -> Settings:
-    dense = sum(f"blk.{layer}.ffn_gate_inp.weight" not in model.tensors for layer in range(model.num_layers))
+    dense = model.layers_with("ffn_gate_inp.weight").count(False)
     shared = own["expert_shared_feed_forward_length"] // own["expert_feed_forward_length"]
     return {"first_k_dense_replace": dense, "num_shared_experts": shared}
 
@@ -305,23 +350,26 @@ def ministral(model: Model, own: Settings, settings: Settings) -> Settings:
     return {"rope_scaling": {**settings["rope_scaling"], "mscale": share, "mscale_all_dim": share, **more}}
 
 
-def laguna(model: Model, own: Settings, settings: Settings) -> Settings:
-    """Layers without a window have a rope of their own, and may have fewer heads. Gates may be of elements."""
-    size, dense = settings["head_dim"], own.get("leading_dense_block_count", 0)
-    ropes = {
+def _ropes(own: Settings, size: int) -> dict[str, Settings]:
+    """Of layers with a window, and of the others, for heads of a size."""
+    return {
         kind: {
             "rope_theta": own.get(f"rope.freq_base{suffix}", own["rope.freq_base"]),
             "partial_rotary_factor": own.get(f"rope.dimension_count{suffix}", size) / size,
         }
         for kind, suffix in (("full_attention", ""), ("sliding_attention", "_swa"))
     }
+
+
+def laguna(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Layers without a window have a rope of their own, and may have fewer heads. Gates may be of elements."""
+    ropes, dense = _ropes(own, settings["head_dim"]), own.get("leading_dense_block_count", 0)
     ropes["full_attention"] |= settings.get("rope_scaling") or {}
     heads = model.by_layer("attention.head_count")
     return {
         "gating": "per-head" if model.matrix("blk.0.attn_gate.weight").shape[0] == heads[0] else "per-element",
         "num_attention_heads": heads[0], "num_attention_heads_per_layer": heads, "rope_scaling": None,
-        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(model.num_layers)],
-        "rope_parameters": ropes,
+        "mlp_layer_types": model.dense_first(dense), "rope_parameters": ropes,
     }  # fmt: skip
 
 
@@ -357,3 +405,43 @@ def llama4(model: Model, own: Settings, settings: Settings) -> Settings:
     has_chunks = own.get("attention.sliding_window") != 0
     kinds = {} if has_chunks else {"layer_types": ["full_attention"] * model.num_layers}
     return {**kinds, "use_qk_norm": own["expert_count"] != 128, "attn_temperature_tuning": has_chunks}
+
+
+def mimo(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Layers with a window have other kv heads and another base of the rope."""
+    heads, kinds = model.by_layer("attention.head_count_kv"), settings["layer_types"]
+    of = dict(zip(kinds, heads, strict=True))
+    if [of[kind] for kind in kinds] != heads:
+        raise ValueError(f"attention.head_count_kv is {heads}; layers of a kind must have the same number")
+    rotated = own["rope.dimension_count"]
+    return {
+        "num_key_value_heads": of.get("full_attention", heads[0]),
+        "swa_num_key_value_heads": of.get("sliding_attention"),
+        "mlp_layer_types": ["sparse" if has else "dense" for has in model.layers_with("ffn_gate_inp.weight")],
+        "rope_parameters": _ropes({**own, "rope.dimension_count_swa": rotated}, settings["head_dim"]),
+    }  # fmt: skip
+
+
+def minimax_m3(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Layers with an indexer are sparse; shared experts are as large as that many others."""
+    return {
+        "layer_types": [
+            "minimax_m3_sparse" if has else "full_attention" for has in model.layers_with("indexer.q_proj.weight")
+        ],
+        "mlp_layer_types": model.dense_first(own.get("leading_dense_block_count", 0)),
+        "shared_intermediate_size": own["expert_shared_count"] * own["expert_feed_forward_length"],
+    }
+
+
+def granite_swa(model: Model, own: Settings, settings: Settings) -> Settings:
+    """Some layers may have no rotary embedding."""
+    found, theta = granite(model, own, settings), settings["rope_theta"]
+    if "attention.rope_pattern" in own:
+        found["layer_rope_theta"] = [theta if rotated else 0 for rotated in model.numbers("attention.rope_pattern")]
+    return found | ({"architectures": ["GraniteMoeSWAForCausalLM"]} if own.get("expert_count") else {})
+
+
+def cohere_moe(model: Model, own: Settings, settings: Settings) -> Settings:
+    """llama.cpp averages shared experts and the others."""
+    function = {1: "softmax", SIGMOID: "sigmoid"}[own.get("expert_gating_func", SIGMOID)]
+    return {"expert_selection_fn": function, "shared_expert_combination_strategy": "average"}

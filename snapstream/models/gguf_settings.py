@@ -63,11 +63,10 @@ def settings_of(path: Path) -> Settings:
         "attention_out_bias": model.has("attn_output.bias"),
         "mlp_bias": model.has("ffn_up.bias"),
         "use_bias": has_bias,
+        "use_qk_norm": model.has("attn_q_norm.weight"),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(model.header),
     }
-    if own.get("expert_count"):
-        settings["use_qk_norm"] = model.has("attn_q_norm.weight")
     heads = settings.get("num_attention_heads")
     settings.setdefault("num_key_value_heads", heads)
     if "head_dim" not in settings and isinstance(heads, int) and heads > 0:
@@ -85,7 +84,8 @@ def settings_of(path: Path) -> Settings:
     _add_rope(model, own, settings)
     _add_layer_types(model, own, settings)
     values = own.get("attention.value_length", settings.get("head_dim"))
-    if "attention.key_length" in own and fields["attention.key_length"] and values != settings.get("head_dim"):
+    has_one_size = fields.get("attention.key_length") and "attention.value_length" not in fields
+    if "attention.key_length" in own and has_one_size and values != settings.get("head_dim"):
         raise ValueError(
             f"{path}: {prefix}attention.value_length is {described(values)}; keys have {settings['head_dim']}"
         )

@@ -76,8 +76,8 @@ def greedy_tokens(file: Path, count: int) -> list[list[int]]:
 
 
 # What llama.cpp does not read or computes otherwise: some biases, windows of Phi-3 and small EXAONEs, sizes of heads,
-# groups of experts that are scored by softmax, another epsilon inside of latent attention, YaRN of DeepSeek-V3.2, two
-# ropes of Mellum.
+# groups of experts that are scored by softmax, another epsilon inside of latent and delta attention, YaRN of
+# DeepSeek-V3.2, two ropes of Mellum, the scale of queries of Mistral Small 4.
 _HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 _MAMBA = {"mamba_expand": 2, "mamba_d_head": 16}
 _LATENT = {"rms_norm_eps": 1e-6}
@@ -86,6 +86,10 @@ _MELLUM = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0,
                        "original_max_position_embeddings": 64},
+}  # fmt: skip
+_MISTRAL4 = {
+    "n_group": 1, "topk_group": 1,
+    "rope_parameters": {**MODELS["mistral4"]["rope_parameters"], "original_max_position_embeddings": 128},
 }  # fmt: skip
 _GEMMA3N = {  # numbers that it has for every file
     "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
@@ -113,7 +117,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "nemotron-h": {"use_bias": False}, "starcoder2-plain": {"use_bias": True}, "minitron": {"head_dim": 12},
     "nemotron-3": {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "use_conv_bias": True},
     "gemma4-shared": {"num_kv_shared_layers": 2}, "gemma3n": _GEMMA3N, "gemma3n-panels": _GEMMA3N,
-    "youtu": _LATENT, "mellum": {"rope_parameters": _MELLUM},
+    "youtu": _LATENT, "mellum": {"rope_parameters": _MELLUM}, "mistral4": {**_LATENT, **_MISTRAL4},
+    "kimi-linear": {**_LATENT, "q_lora_rank": None}, "kimi-linear-48b": _LATENT, "ling3": _LATENT,
+    "apertus": {"tie_word_embeddings": False}, "cohere-plus": {"num_hidden_layers": 64},
+    "mimo-v2": {"attention_bias": False},
+    "mimo-v2-full": {"layer_types": ["full_attention", "full_attention", "sliding_attention"], "sliding_window": 21},
+    "minimax-m3-panels": {"layer_types": ["full_attention", "full_attention", "minimax_m3_sparse"],
+                          "index_n_heads": 1, "index_head_dim": 32},
     "deepseek-v2-lite": {**_LATENT, "num_hidden_layers": 27, "initializer_range": 0.1},
 }  # fmt: skip
 

@@ -256,6 +256,7 @@ def test_quantized_tensors_are_the_numbers_of_the_reference(
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32}
 EXPERTS = {"moe_intermediate_size": 64}
 DELTA = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+KDA = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": None}
 LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] = [  # formats of matrices
     ("qwen3.5", "Q4_0", DELTA, {"delta_in": INT4, "delta_gates": "float32", "delta_out": INT4, "qkv": INT4}),
     ("qwen3.5", "Q8_0", DELTA | {"linear_value_head_dim": 16}, {"delta_in": INT8, "delta_out": INT8}),
@@ -308,6 +309,27 @@ LAYERS: list[tuple[str, str | dict[str, str], dict[str, Any], dict[str, str]]] =
     ("deepseek-v2-lite", {"1.attn_kv_a_mqa": "Q8_0", "1.ffn_down": "Q8_0", "attn_k_b": "F16", "": "Q4_1"},
      EXPERTS | {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "head_dim": None, "num_hidden_layers": 3},
      {"kv_a.int8-32": INT8, "kv_a.uint4-32": UINT4, "experts_down.int8-32": INT8, "experts_down.uint4-32": UINT4}),
+    ("kimi-linear", {"attn_k_b": "F16", "": "Q8_0"}, EXPERTS | KDA | {"q_lora_rank": 64, "linear_head_dim": 32},
+     {"delta_in": INT8, "delta_gates": "float32", "q": INT8, "delta_out": INT8, "experts_down": INT8}),
+    # Queries and gates of latent attention are one matrix; of delta attention q, k, v and gates.
+    ("ling3", {"attn_v": "Q6_K", "attn_k_b": "F16", "": "Q4_K"},
+     KDA | {"moe_intermediate_size": 256, "kv_lora_rank": 256, "linear_head_dim": 64, "v_head_dim": 64},
+     {"delta_in": INT8, "delta_out": Q4, "q": Q4, "kv_a": Q4, "experts_gate_up": Q4}),
+    ("mistral4", {"attn_k_b": "F16", "": "Q4_1"}, EXPERTS | KDA | {"q_lora_rank": 64},
+     {"q": UINT4, "kv_a": UINT4, "experts_gate_up": UINT4}),
+    ("mimo-v2", "Q4_0", EXPERTS | {"head_dim": 36, "v_head_dim": 32},
+     {"qkv": INT4, "qkv.full": INT4, "o": INT4, "experts_down": INT4}),
+    ("minimax-m3-panels", "Q4_1",
+     {"intermediate_size": 64, "shared_intermediate_size": 64, "dense_intermediate_size": 96},
+     {"qkv": UINT4, "down": UINT4, "experts_down": UINT4, "shared_gate_up": UINT4}),
+    ("granite-moe-swa", {"attn_v": "Q6_K", "": "Q4_K"},
+     {"num_attention_heads": 8, "intermediate_size": 256, "shared_intermediate_size": 512},
+     {f"{MIXED}.1": Q6, "experts_gate_up": Q4, "shared_gate_up": Q4, "shared_down": Q4}),
+    ("cohere-plus", "Q8_0", {"hidden_size": 256, "head_dim": 64}, {"qkv": INT8, "down": INT8}),
+    ("cohere2-moe", "Q8_0", {"intermediate_size": 64, "prefix_dense_intermediate_size": 96},
+     {"qkv": INT8, "down": INT8, "experts_gate_up": INT8, "shared_down": INT8}),
+    ("apertus", "Q6_K", {"num_attention_heads": 8}, {"qkv": Q6, "gate_up": Q6, "down": Q6, "embed": Q6}),
+    ("glm", "Q5_0", {"num_attention_heads": 8}, {"qkv": INT8, "gate_up": INT8}),
 ]  # fmt: skip
 
 
@@ -367,6 +389,17 @@ def whole(found: Tensors) -> Tensors:
     return out
 
 
+def fused(found: Tensors) -> Tensors:
+    """Queries, keys and values in one tensor, as files of ChatGLM have them."""
+    out = {name: own for name, own in found.items() if not any(part in name for part in ("_q.", "_k.", "_v."))}
+    for name in found:
+        if "attn_q." in name:
+            out[name.replace("_q.", "_qkv.")] = np.concatenate(
+                [found[name.replace("_q.", f"_{one}.")] for one in "qkv"]
+            )
+    return out
+
+
 def predicting(found: Tensors) -> Tensors:
     """A last layer that predicts another token."""
     return found | {name.replace("blk.1.", "blk.3."): own for name, own in found.items() if "blk.1." in name}
@@ -377,6 +410,7 @@ def predicting(found: Tensors) -> Tensors:
     [
         ("qwen3-moe", joined, {}),
         ("deepseek-v3", whole, {}),
+        ("glm", fused, {}),
         ("glm4-lite", predicting, {"block_count": 4, "nextn_predict_layers": 1}),
     ],
 )
@@ -397,6 +431,8 @@ def test_other_layouts_of_a_file(
         ("qwen2", "Qwen2VLForConditionalGeneration"),
         ("qwen3", "Qwen3VLForConditionalGeneration"),
         ("qwen3-moe", "Qwen3VLMoeForConditionalGeneration"),
+        ("glm4", "Glm46VForConditionalGeneration"),
+        ("glm4-moe", "Glm4vMoeForConditionalGeneration"),
     ],
 )
 def test_models_that_see(name: str, own: str, tmp_path: Path) -> None:

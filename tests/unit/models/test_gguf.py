@@ -432,7 +432,7 @@ def test_what_is_no_model(file: Path, folder: Path, tmp_path: Path) -> None:
     other.write_kv_data_to_file()
     other.close()
     with pytest.raises(
-        ValueError, match="general.architecture is 'mamba'; GGUF files are read of llama, mistral3, qwen2"
+        ValueError, match="general.architecture is 'mamba'; GGUF files are read of llama, mistral3, mistral4"
     ):
         read_model_config(tmp_path / "other.gguf")
     with pytest.raises(ValueError, match="absent.gguf cannot be read: No such file"):
@@ -455,6 +455,13 @@ def test_what_is_no_model(file: Path, folder: Path, tmp_path: Path) -> None:
         ("deepseek-v3", {"expert_gating_func": 1}, "expert_gating_func is 1; with exp_probs_b.bias it must be 2"),
         ("glm4-moe", {"expert_gating_func": 1}, "glm4moe.expert_gating_func is 1; it must be 2"),
         ("lfm2", {"attention.head_count_kv": [0, 2, 1, 0, 2]}, "head_count_kv differs from layer to layer"),
+        ("granite-swa", {"rope.scaling.finetuned": False}, "finetuned is False; heads that are not rotated"),
+        ("ling3", {"swiglu_clamp_exp": [0.0, 0.0, 7.0, 0.0]}, "swiglu_clamp_exp has other numbers than 0"),
+        ("ling3", {"kda.safe_gate": False}, "kda.safe_gate is False; it must be true"),
+        ("mimo-v2", {"attention.head_count_kv": [3, 6, 3, 3, 6]}, "layers of a kind must have the same number"),
+        ("cohere2-moe", {"expert_gating_func": 3}, "settings of cohere2moe are missing or wrong: 3"),
+        ("mistral4", {"rope.scaling.type": "none", "rope.scaling.factor": 1.0}, "missing or wrong: 'rope_scaling'"),
+        ("olmo", {"attention.clamp_kqv": 8.0}, "olmo.attention.clamp_kqv is 8.0, which is not supported"),
     ],
 )
 def test_settings_that_are_refused(name: str, more: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -464,12 +471,13 @@ def test_settings_that_are_refused(name: str, more: dict[str, Any], reason: str,
 
 
 MUTATED = ("llama-gqa-tied", "qwen3.5-moe", "deepseek-v3", "granite-hybrid-moe", "lfm2-moe", "phi3-longrope",
-           "gemma3n", "gemma4-shared", "gemma4-moe", "nemotron-3")  # fmt: skip
+           "gemma3n", "gemma4-shared", "gemma4-moe", "nemotron-3", "kimi-linear", "ling3", "apertus-panels",
+           "mimo-v2", "granite-moe-swa", "minimax-m3", "cohere2-moe")  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(len(MUTATED)))
 def test_mutated_files_are_models_or_errors(seed: int, tmp_path: Path) -> None:
-    """1,700 files with a few bytes of their header changed, cut or repeated: ValueError or a config, and few bytes of
+    """2,890 files with a few bytes of their header changed, cut or repeated: ValueError or a config, and few bytes of
     memory.
     """
     tokens = metadata("gpt2", ["<a>", "<b>", "<c>", "a", "b", "ab"], merges=["a b"], pre="qwen2", bos_token_id=0)
