@@ -195,8 +195,10 @@ _AFMOE = (
     "\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
     _DEEPSEEK[2],
 )
+_RUNS = "|".join(rf"\s{{{length}}}(?!\S)" for length in (512, 256, 128, 64, 32, 16, 8, 4, "1,2"))  # of spaces
 # By tokenizer.ggml.pre: the patterns at which text is cut, one after the other.
 _LLAMA3, _QWEN2, _GPT4 = (_words("{1,3}"),), (_words(""),), (_cased(f"{_SUFFIXES}?", "{1,3}"),)
+_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", *_GPT4)
 _QWEN35 = (_QWEN2[0].replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),)
 PATTERNS: Mapping[str, tuple[str, ...]] = {
     "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "glm4": _LLAMA3, "chatglm-bpe": _LLAMA3,
@@ -209,7 +211,9 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "deepseek-llm": _DEEPSEEK_LLM, "deepseek-coder": _DEEPSEEK_CODER, "hunyuan-dense": _DEEPSEEK,
     "command-r": (_DIGITS, _GPT2), "mellum2": (_DIGITS, _GPT2), "mellum": (_GPT2,), "exaone4": (_GPT2,),
     "glm5": _LLAMA3, "llama4": _GPT4, "solar-open": _QWEN2, "stablelm2": _QWEN2, "phi-2": (_GPT2,),
-    "afmoe": _AFMOE, "laguna": (r"\n+", *_QWEN2),
+    "afmoe": _AFMOE, "laguna": (r"\n+", *_QWEN2), "cohere2moe": _AYA, "tiny_aya": _AYA,
+    "bailingmoe2": (_QWEN2[0].replace(r"\s*[\r\n]+", r"\s*[\r\n]"),),
+    "jais-2": (_LLAMA3[0].replace(r"\s+(?!\S)|\s+", rf"{_RUNS}|\s"),),
 }  # fmt: skip
 _BEGIN = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken")
 # A piece that is a token is not merged from its letters.

@@ -39,6 +39,7 @@ TEXTS = [
     "", " ", "Hello, world!", "  two  spaces\n\n\tand a tab \r\n", "it's we'll I'D they've", "12345 1,234.5 0x1F",
     "größer Straße 中文字符 日本語かな 한국어 हिन्दी", "e\u0301 \u00e9 \u212b", "😀👍🏽 \u200b\x00\x7f",
     "a_b-c/d\\e=f(g)[h]{i}", "...!!!\n???",
+    "1234567 x12345y", "\n\n\n a \r\n\r\n b", " " * 9 + "x" + " " * 300 + "y" + " " * 7,
     "<|end|>", "x<|end|>y <|user|> z", "don't STOP camelCaseWords HTTPServer", "\u3000\u00a0thin\u2009space",
 ]  # fmt: skip
 
@@ -173,10 +174,25 @@ LLAMA3 = (
 )
 
 
-SEED = (  # of Seed-Coder and Seed-OSS
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+_LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_ENDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+PUBLISHED = {  # patterns of tokenizer.json: Seed-Coder and Seed-OSS, Ling, Jais 2, Cohere's North
+    "seed-coder": [rf"{_ENDS}|{_LETTERS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"],
+    "bailingmoe2": [
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    ],
+    "jais-2": [
+        rf"{_ENDS}|{_LETTERS}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|\s{{512}}(?!\S)|\s{{256}}(?!\S)|\s{{128}}(?!\S)"
+        r"|\s{64}(?!\S)|\s{32}(?!\S)|\s{16}(?!\S)|\s{8}(?!\S)|\s{4}(?!\S)|\s{1,2}(?!\S)|\s{1}"
+    ],
+    "cohere2moe": [
+        r"\d{1,3}(?=(?:\d{3})*\b)",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDS}?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ],
+}
 
 
 def rebuilt(own: Tokenizer, cut: Any) -> Any:
@@ -186,7 +202,7 @@ def rebuilt(own: Tokenizer, cut: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "pre", ["llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o", "qwen35", "dbrx", "refact", "seed-coder"]
+    "pre", ["llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o", "qwen35", "dbrx", "refact", *PUBLISHED]
 )
 def test_byte_level_vocabularies(pre: str, folder: Path, tmp_path: Path) -> None:
     """Ids are those of transformers: its own classes, and its own reader of GGUF files."""
@@ -219,9 +235,9 @@ def test_byte_level_vocabularies(pre: str, folder: Path, tmp_path: Path) -> None
     if pre == "refact":  # as StarCoder's own files
         cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         theirs = rebuilt(own, pre_tokenizers.Sequence(cuts))
-    if pre == "seed-coder":
-        cuts = [pre_tokenizers.Split(Regex(SEED), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-        theirs = rebuilt(own, pre_tokenizers.Sequence(cuts))
+    if pre in PUBLISHED:
+        cuts = [pre_tokenizers.Split(Regex(one), "isolated") for one in PUBLISHED[pre]]
+        theirs = rebuilt(own, pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)]))
     if theirs is peer and isinstance(peer.backend_tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         pytest.skip(f"transformers {transformers.__version__} splits every vocabulary as GPT-2's, whatever its pre")
     for text in TEXTS:
