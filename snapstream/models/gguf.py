@@ -36,11 +36,12 @@ OWN = {  # formats that hold the integers of a type
     "Q4_0": WeightFormat(dtype="int4", group=GROUP), "Q4_1": _UINT4, "Q5_0": _INT8, "Q8_0": _INT8, "IQ4_NL": _INT8,
     **{dtype.upper(): WeightFormat(dtype=dtype, group=group) for dtype, group in K_GROUPS.items()},  # type: ignore[arg-type]
 }  # fmt: skip
+_QKV = "self_attn.qkv_proj"
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+    "attn_v": "self_attn.v_proj", "attn_qkv": _QKV, "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias", "attn_q_a": "self_attn.q_a_proj",
@@ -71,8 +72,7 @@ def config_of(config: ModelConfig, path: Path) -> ModelConfig:
     is_turned = "rope.dimension_sections" in model.own  # of pictures; GLM-4's rows are halves there
     rope: RopeConfig = replace(config.rope, is_interleaved=model.architecture.is_interleaved and not is_turned)
     is_fused = config.has_fused_gate_up and not model.architecture.has_split_gates
-    is_qkv = model.architecture.layer_names.get("attn_qkv") == "self_attn.qkv_proj"
-    has_qkv = is_qkv and model.has("attn_qkv.weight")
+    has_qkv = model.architecture.layer_names.get("attn_qkv", _QKV) == _QKV and model.has("attn_qkv.weight")
     return replace(config, rope=rope, stored=_stored(model), has_fused_gate_up=is_fused, has_fused_qkv=has_qkv)
 
 

@@ -237,7 +237,7 @@ ARCHITECTURES = {
     ),
     "phi3": Architecture(
         name="Phi3ForCausalLM", fields=_WINDOW, complete=gguf_model.phi3,
-        layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        layer_names={"ffn_up": "mlp.gate_up_proj"},
     ),
     "arcee": Architecture(name="ArceeForCausalLM", is_interleaved=True),
     "hunyuan-dense": Architecture(
@@ -334,9 +334,8 @@ ARCHITECTURES = {
         settings={"norm_topk_prob": False},
     ),
     "cohere2": replace(_COHERE, name="Cohere2ForCausalLM", fields={**_COHERE.fields, **_WINDOW}),
-    "chatglm": Architecture(  # the first GLM-4; q, k and v apart, or in one tensor
-        name="GlmForCausalLM", layer_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-        is_interleaved=True,
+    "chatglm": Architecture(  # the first GLM-4
+        name="GlmForCausalLM", layer_names={"ffn_up": "mlp.gate_up_proj"}, is_interleaved=True
     ),
     "glm4": Architecture(
         name="Glm4ForCausalLM", fields=_PICTURES,

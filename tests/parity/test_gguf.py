@@ -390,7 +390,7 @@ def whole(found: Tensors) -> Tensors:
 
 
 def fused(found: Tensors) -> Tensors:
-    """Queries, keys and values in one tensor, as files of ChatGLM have them."""
+    """Queries, keys and values in one tensor, as in files of ChatGLM and where the converter is told to."""
     out = {name: own for name, own in found.items() if not any(part in name for part in ("_q.", "_k.", "_v."))}
     for name in found:
         if "attn_q." in name:
@@ -411,6 +411,9 @@ def predicting(found: Tensors) -> Tensors:
         ("qwen3-moe", joined, {}),
         ("deepseek-v3", whole, {}),
         ("glm", fused, {}),
+        ("qwen2", fused, {}),
+        ("llama-gqa-tied", fused, {}),
+        ("exaone4", fused, {}),
         ("glm4-lite", predicting, {"block_count": 4, "nextn_predict_layers": 1}),
     ],
 )
