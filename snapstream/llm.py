@@ -50,12 +50,13 @@ class RequestOptions(TypedDict, total=False):
 
     ``budget``: smaller rows than the engine's. ``selector``: another way to fill them, one that needs no more memory
     than the engine's own. ``prompt_compression``: shorten the prompts with the draft first;
-    ``RequestOutput.prompt_compression`` reports what it did.
+    ``RequestOutput.prompt_compression`` reports what it did. ``lora``: name of the adapter that answers.
     """
 
     budget: Budget | None
     selector: str | Selector | None
     prompt_compression: PromptCompression | None
+    lora: str
 
 
 class LLM:
@@ -273,6 +274,7 @@ class LLM:
         budget: Budget | None = None,
         selector: str | Selector | None = None,
         prompt_compression: PromptCompression | None = None,
+        lora: str = "",
     ) -> list[Request]:
         own = None if selector is None else make_selector(selector)
         row = None
@@ -286,6 +288,7 @@ class LLM:
                     sampling=sampling,
                     budget=row,
                     selector=own,
+                    lora=lora,
                     **encode(prompt, prompt_compression),
                 )
                 for prompt, sampling in each

@@ -48,6 +48,7 @@ class PrefillEntry:
     selector: Selector
     prefix: PrefixMoves | None = None
     is_sent: bool = False  # its one row is sent to another engine, which decodes
+    adapter: int = 0  # LoRA adapter, counted from 1 in EngineConfig.loras; 0: none
 
     @property
     def prompt_len(self) -> int:

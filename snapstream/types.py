@@ -462,8 +462,6 @@ class RowTicket:
 
 
 MAX_PRIORITY = 100
-# Namespace "a/b" is below "a": it shares nothing with it, and is reset with it.
-NAMESPACE_SEPARATOR = "/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -479,6 +477,7 @@ class Request:
     prompt_compression: CompressionSummary | None = None  # only echoed
     priority: int = 0  # lower is sooner; see ``engine/admission.py``
     namespace: str = ""  # prompts of different namespaces never share a block of the prefix store
+    lora: str = ""  # name of the engine's adapter that answers; "": the model alone
     is_prefilled_remotely: bool = False  # another engine prefills the prompt and sends its row
     ticket: RowTicket | None = None  # prefill only: where to send the row; the request ends when it is sent
 

@@ -239,6 +239,7 @@ def plan(
     engine: Annotated[EngineOptions, ENGINE],
 ) -> None:
     from snapstream.config.values import parse_bandwidth, parse_bytes
+    from snapstream.models.adapters import with_loras
     from snapstream.models.registry import read_model_config
     from snapstream.plan.fit import with_speculator
     from snapstream.plan.plan import Device, make_plan
@@ -249,9 +250,10 @@ def plan(
     check_device(engine.device)
     free_bytes = device_memory(engine.device)[0] if flags.device is not None and flags.memory is None else None
     bandwidth = flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
+    model = read_model_config(local_folder(config, config_only=True))
     result = make_plan(
-        read_model_config(local_folder(config, config_only=True)),
-        with_speculator(engine, config_only=True),
+        model,
+        with_loras(model, with_speculator(engine, config_only=True)),
         budgets=flags.budget,
         prompt_len=flags.prompt_len,
         gpu=Device(

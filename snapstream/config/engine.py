@@ -7,8 +7,9 @@ server and ``LLM`` pass the object on unchanged; ``startup/resolve.py`` makes an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, cast, get_args
 
 from snapstream.config.kv import (
@@ -26,6 +27,7 @@ from snapstream.config.model import ModelConfig
 from snapstream.config.values import (
     DTYPE_BYTES,
     DType,
+    InvalidValue,
     KVDType,
     Registry,
     as_count,
@@ -40,6 +42,8 @@ from snapstream.config.values import (
 )
 from snapstream.config.weights import ActivationOption, WeightFormats, WeightsOption
 
+# Namespace "a/b" is below "a": it shares nothing with it, and is reset with it.
+NAMESPACE_SEPARATOR = "/"
 SplitAttention = Literal["tp", "dp"]
 SplitExperts = Literal["tp", "ep"]
 
@@ -269,6 +273,17 @@ class Speculator:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """A LoRA adapter that requests may name (``models/adapters.py``)."""
+
+    name: str
+    folder: str
+    digest: str  # of its files: the prefix store keeps adapters apart by it
+    shapes: tuple[tuple[int, int], ...]  # of its matrices in memory
+    rank: int  # most rows of the first matrix of a product: the ranks of q, k and v together
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig(Settings):
     """What scheduler and runner share. Lengths in tokens."""
 
@@ -293,6 +308,7 @@ class EngineConfig(Settings):
     prefix_dir: str = ""  # folder of the store's disk cache; none by default
     prefix_disk: int = 0  # bytes that it may hold
     prefix_max_len: int = 0  # longer prompts are neither stored nor looked up; 0: max_model_len
+    loras: tuple[Adapter, ...] = ()
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -343,6 +359,19 @@ class EngineConfig(Settings):
                 f"a budget with num_topk {budget.num_topk} and num_window {budget.num_window}; with the per-head "
                 f"budgets of this engine they are at most {most} and 0",
             )
+
+    def adapter(self, name: str) -> int:
+        """Index of a LoRA adapter, counted from 1; 0 for "", which is the model alone. ValueError for another name."""
+        names = ["", *(own.name for own in self.loras)]
+        if name not in names:
+            loaded = ", ".join(names[1:]) or "none"
+            raise InvalidValue(f"lora is {name!r}; the adapters of this engine: {loaded}", "lora")
+        return names.index(name)
+
+    def prefix_namespace(self, namespace: str, lora: str) -> str:
+        """The namespace below ``namespace`` in which the prefix store keeps prompts of an adapter."""
+        index = self.adapter(lora)
+        return f"{namespace}{NAMESPACE_SEPARATOR}lora {self.loras[index - 1].digest}" if index else namespace
 
     @property
     def row_budget(self) -> KVBudget:
@@ -449,6 +478,13 @@ class EngineOptions(Settings):
         metavar="MODEL",
         parse=str,
     )
+    loras: tuple[Any, ...] = setting(  # becomes (name, path), or Adapter once it is read
+        (),
+        "LoRA adapter in PEFT's format (folder or hub id), which requests name as their model; repeatable. Without NAME "
+        "that of the folder.",
+        metavar="NAME=PATH",
+        flag="--lora",
+    )
     prefill_quantum: int = setting(0, "Units of prefill per step while rows decode. 0: what suits the device.")
     tensor_parallel: int = setting(1, "Ranks that compute every step together, each with a part of the model.")
     attention: SplitAttention = setting(
@@ -494,6 +530,7 @@ class EngineOptions(Settings):
                 self.num_speculative_tokens != 0,
                 f"speculative_model is {str(path)!r}, and num_speculative_tokens is 0; leave one of them out",
             )
+        object.__setattr__(self, "loras", as_loras(self.loras))
         check_budget(self.budget)
         set_counts(self, tensor_parallel=1, local_ranks=0)
         if self.master_addr == "env":
@@ -545,6 +582,24 @@ class EngineOptions(Settings):
         if unknown:
             raise TypeError(f"{unknown[0]} is not a setting of an engine; the settings are {', '.join(known)}")
         return replace(cls() if options is None else options, **given)
+
+
+def as_loras(given: Any) -> tuple[Adapter | tuple[str, str], ...]:
+    """Adapters of a mapping from names to paths, or of texts ``NAME=PATH`` and ``PATH``; ValueError for a name twice."""
+    found: list[Adapter | tuple[str, str]] = []
+    for own in given.items() if isinstance(given, Mapping) else given:
+        if isinstance(own, str):
+            name, equals, path = own.partition("=")
+            own = (name, path) if equals else (Path(own).name, own)
+        if not isinstance(own, Adapter):
+            name, path = own
+            check(isinstance(name, str) and name != "", f"loras: the name of {path!r} is {name!r}; it must be a text")
+            own = name, str(as_path(f"loras: the folder of {name!r}", path))
+        found.append(own)
+    names = [own.name if isinstance(own, Adapter) else own[0] for own in found]
+    twice = [name for name in names if names.count(name) > 1]
+    check(not twice, f"loras: {twice[:1]} is the name of several adapters")
+    return tuple(found)
 
 
 def check_budget(budget: Any) -> Budget:

@@ -347,4 +347,5 @@ class Admission:
             selector=live.selector,
             prefix=None if self.prefixes is None else self.prefixes.open(live),
             is_sent=live.request.ticket is not None,
+            adapter=self._config.adapter(live.request.lora),
         )

@@ -251,7 +251,9 @@ class Engine:
         self._transfers.reissue(request_id, key)
 
     def num_stored(self, token_ids: tuple[int, ...], namespace: str = "") -> int:
-        """Tokens at the beginning of a prompt that are in the prefix store now."""
+        """Tokens at the beginning of a prompt that are in the prefix store now; ``namespace``: see ``prefix_namespace``
+        of the config.
+        """
         return 0 if self._prefixes is None else self._prefixes.probe(token_ids, namespace)
 
     def reset_prefix_store(self, namespace: str | None = None) -> int:
@@ -305,6 +307,7 @@ class Engine:
             prompt_token_ids=text.token_ids,
             sampling=SamplingParams(max_tokens=1, temperature=0.0, seed=0),
             namespace=text.namespace,
+            lora=text.lora,
             # Its row is not read: nothing needs to be selected.
             budget=KVBudget.streaming(config.budget.capacity, num_sink=0),
         )

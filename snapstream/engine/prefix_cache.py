@@ -22,9 +22,10 @@ from itertools import takewhile
 from typing import Literal, NamedTuple
 
 from snapstream.config import EngineConfig, PrefixStoreConfig
+from snapstream.config.engine import NAMESPACE_SEPARATOR
 from snapstream.engine.request_state import LiveRequest, LiveSample
 from snapstream.step import DiskCache, PrefixMoves, SavedRow, StoredBlock
-from snapstream.types import NAMESPACE_SEPARATOR, PrefixUse
+from snapstream.types import PrefixUse
 
 PROTECTED = 0.8  # share of the blocks that hits may protect, at most
 KEPT_PROTECTED = 0.5  # share that new prompts cannot evict
@@ -437,6 +438,7 @@ class IdleText(NamedTuple):
 
     token_ids: tuple[int, ...]
     namespace: str
+    lora: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,12 +510,12 @@ class PrefixLookup:
         if self.index.num_written == 0 and in_pack == 0 and (self._disk is None or lookup.was_fetched):
             return False
         most = self._most_restored(live)
-        path = self.index.path(live.request.namespace, lookup.chain)[:most]
+        path = self.index.path(live.namespace, lookup.chain)[:most]
         path = self.index.up_to_snapshot(path, with_due=True)
         ready = len(self.index.up_to_snapshot(path[: _num_ready(path)]))
         if self._disk is not None and not lookup.was_fetched and ready == len(path):
             lookup.was_fetched = True
-            lookup.awaited = self._disk.fetch(live.request.namespace, lookup.chain[:most], ready, self._min_blocks)
+            lookup.awaited = self._disk.fetch(live.namespace, lookup.chain[:most], ready, self._min_blocks)
             return lookup.awaited is not None
         known = max(len(path), min(in_pack, most))
         spared, left = (known - ready) * self._block_len, live.num_tokens - ready * self._block_len
@@ -525,14 +527,14 @@ class PrefixLookup:
         """Blocks at the beginning of a queued prompt that another one will write. 0 with recurrent layers: it
         is not known yet where the other takes snapshots.
         """
-        if other not in self._queued or live.request.namespace != other.request.namespace or self.index.num_snapshots:
+        if other not in self._queued or live.namespace != other.namespace or self.index.num_snapshots:
             return 0
         pairs = zip(self._queued[live].chain, self._queued[other].chain, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def open(self, live: LiveRequest) -> PrefixMoves | None:
         """The request's job opens: the blocks that it reads and writes; None if there are none."""
-        lookup, namespace = self._queued.pop(live, None), live.request.namespace
+        lookup, namespace = self._queued.pop(live, None), live.namespace
         if lookup is None:
             return None
         path = self.index.path(namespace, lookup.chain)
@@ -608,12 +610,12 @@ class PrefixLookup:
         chain = chain_of(ids, self._block_len)
         if num_written > min(self._row_len, live.budget.capacity) or live.budget.num_window:
             self._stats.lost_answers += len(token_ids)
-            num_new = len(ids) - self.probe(ids, live.request.namespace)
+            num_new = len(ids) - self.probe(ids, live.namespace)
             is_worth_it = self._block_len <= num_new <= self._idle_len and len(ids) <= self._most_staged
             if is_worth_it and len(live.samples) == 1:  # of several a caller goes on with one at most
-                self._unstored.append(IdleText(ids, live.request.namespace))
+                self._unstored.append(IdleText(ids, live.request.namespace, live.request.lora))
             return None
-        reservation = self.index.reserve(live.request.namespace, chain, "answer")
+        reservation = self.index.reserve(live.namespace, chain, "answer")
         if not reservation.nodes:
             return None
         self.index.commit(reservation)  # plans run in order
@@ -622,7 +624,7 @@ class PrefixLookup:
         self._stats.saved_answers += num_saved
         numbers = tuple(node.number for node in reservation.nodes)
         moves = PrefixMoves(block_len=self._block_len, saved=numbers, first_saved=reservation.first)
-        return StoredAnswer(SavedRow(row=sample.row, moves=moves), live.request.namespace, chain, reservation)
+        return StoredAnswer(SavedRow(row=sample.row, moves=moves), live.namespace, chain, reservation)
 
     @property
     def has_unstored(self) -> bool:
@@ -642,7 +644,7 @@ class PrefixLookup:
         """The result of the step that filled the last of its blocks was read: write them and its snapshots to disk."""
         held = self._filled.pop(live, None)
         if held is not None and self._disk is not None:
-            self._disk.write(live.request.namespace, held.chain, held.saved, held.snapshots)
+            self._disk.write(live.namespace, held.chain, held.saved, held.snapshots)
 
     def poll(self) -> None:
         if self._disk is not None:
@@ -663,7 +665,7 @@ class PrefixLookup:
         ``running`` requests in it will not be stored.
         """
         for live in running:
-            if _is_within(live.request.namespace, namespace):
+            if _is_within(live.namespace, namespace):
                 live.stores_answer = False
         kept = [text for text in self._unstored if not _is_within(text.namespace, namespace)]
         self._unstored = deque(kept, maxlen=MAX_UNSTORED)

@@ -355,6 +355,7 @@ class LiveRequest:
     samples: tuple[LiveSample, ...]
     output: RequestOutput
     arrived: float  # time in seconds
+    namespace: str  # in the prefix store
     first_unit: float | None = None
     first_token: float | None = None
     stores_answer: bool = True  # in the prefix store; False after a reset
@@ -423,4 +424,5 @@ def live_request(
         samples=tuple(samples),
         output=output,
         arrived=now,
+        namespace=config.prefix_namespace(request.namespace, request.lora),
     )

@@ -33,6 +33,7 @@ def check_request(request: Request, config: EngineConfig, *, vocab_size: int, ha
         raise InvalidValue(
             f"grammar ({sampling.grammar.kind}) needs the checkpoint's tokenizer, and it has none", "grammar"
         )
+    config.adapter(request.lora)
     as_count("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.selector is not None:
         _check_selector(request.selector, config)

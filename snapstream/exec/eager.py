@@ -133,6 +133,7 @@ class RowsForward:
     def logits(self, rows: Tensor) -> Tensor:
         """Feed each of ``rows [B]`` int64 its last token; logits of the next ``[B, V]`` fp32."""
         cache, kernels = self._cache, self._decoder.kernels
+        self._adapt(rows)
         positions = self._rows.num_tokens[rows]  # [B]
         places = self._rows.places(rows, cache.spec, heads=cache.heads)
         view: KVView
@@ -146,10 +147,16 @@ class RowsForward:
         angles = self._decoder.rope(positions, positions + 1)
         return self._decoder.run(self._rows.last_token[rows], angles, view)
 
+    def _adapt(self, rows: Tensor) -> None:
+        """The next products are of tokens of ``rows``. With adapters this waits for the device."""
+        if self._decoder.adapters is not None:
+            self._decoder.adapters.select((adapter, 1) for adapter in self._rows.adapter[rows].tolist())
+
     def draft_logits(self, turns: Sequence[Tensor], inputs: Tensor) -> tuple[Tensor, DraftsView]:
         """Feed ``inputs [N]`` turn by turn: ``turns[t] [n]`` int64 are the rows of those t tokens ahead of their rows'
         last, the first rows of the turn before. Logits after each ``[N, V]`` fp32; rows are not advanced.
         """
+        self._adapt(torch.cat(list(turns)))
         turns = [rows.clone() for rows in turns]  # aligned in memory, or Triton would compile more kernels
         positions = torch.cat([self._rows.num_tokens[rows] + ahead for ahead, rows in enumerate(turns)])
         kernels, places = self._decoder.kernels, self._rows.places

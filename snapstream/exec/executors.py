@@ -110,12 +110,19 @@ class Executor:
     machine_problem: str | Callable[[int], str | None] | None = None  # the same for a machine and its number of ranks
     make_matrix: str | Callable[[EngineConfig], Any] | None = None  # MakeMatrix of its weights; None: row-major
     supports_ranks: bool = False  # whether steps stop for the collectives of several ranks
+    supports_loras: bool = False  # whether it reads ``Rows.adapter``
     reads_row_formats: bool = False  # whether rows may have another dtype than the computation without being asked for
     dequantizes: bool = True  # whether products dequantize weights to a buffer of their own
     # Why its steps take no drafted tokens (speculative decoding) of such a model; None where they do.
     why_not_drafts: Callable[[ModelConfig], str | None] = lambda model: "its steps verify no drafted tokens"
     batch_bytes: Callable[[ModelConfig, EngineConfig], int] = eager_batch_bytes  # of one entry of a decode batch
     scratch_bytes: Callable[[ModelConfig, EngineConfig], int] = lambda model, config: 0  # whatever the batch
+
+    def problem(self, model: ModelConfig, config: EngineConfig) -> str | None:
+        """Why it does not support an engine, whatever the machine; None where it does."""
+        if config.loras and not self.supports_loras:
+            return "LoRA adapters are given, which its steps do not apply"
+        return self.why_not(model, config)
 
     def decode_step(self, parts: Any) -> Any:
         """The ``DecodeStep`` over ``StepParts``; ValueError for what it does not support."""
@@ -187,6 +194,7 @@ def _why_no_captured_drafts(model: ModelConfig) -> str | None:
 EAGER = Executor(
     make="snapstream.exec.eager:EagerDecode",
     supports_ranks=True,
+    supports_loras=True,
     reads_row_formats=True,
     why_not_drafts=lambda model: None,
     scratch_bytes=eager_drafted_bytes,

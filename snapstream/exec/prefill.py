@@ -119,7 +119,7 @@ class FirstTokens:
 
     def draw(self, prompts: Sequence[Finished], hidden: Tensor, step: SubmittedStep) -> None:
         """``hidden [P, D]``: of the last token of each prompt, whose rows are written; none may be missing."""
-        table: list[tuple[int, ...]] = []  # per row: itself, index of its prompt, counters
+        table: list[tuple[int, ...]] = []  # per row: itself, index of its prompt, its adapter, counters
         new: list[NewRow] = []
         for index, prompt in enumerate(prompts):
             entry = prompt.entry
@@ -127,12 +127,13 @@ class FirstTokens:
             stop_ids = (*ends, *entry.sampling.stop_token_ids)
             for row, seed, counters in zip(entry.rows, entry.seeds, self._writer.counters(entry), strict=True):
                 self.params[row] = entry.sampling
-                table.append((row, index, *counters))
+                table.append((row, index, entry.adapter, *counters))
                 new.append(NewRow(row, entry.sampling, seed, entry.token_ids, stop_ids))
         decoder, sampling = self._parts.decoder, self._parts.sampling
-        uploaded = upload(table, torch.int64, decoder.device)  # [rows, 5]
+        uploaded = upload(table, torch.int64, decoder.device)  # [rows, 6]
         rows, source = uploaded[:, 0], uploaded[:, 1]
-        self._parts.rows.admit(rows, uploaded[:, 2:])
+        self._parts.rows.admit(rows, uploaded[:, 3:])
+        self._parts.rows.adapter[rows] = uploaded[:, 2]
         sampling.set_rows(new)
         for prompt in prompts:
             self._grammars.admit(prompt.entry)
@@ -239,6 +240,7 @@ class PrefillJob:
             num_queries=[writer.num_queries(entry) for entry in entries],
             staging_start=spec.staging_start,
             num_restored=[entry.num_restored for entry in entries],
+            adapters=[entry.adapter for entry in entries],
         )
         self.token_ids = tokens.token_ids  # [N]
         wants_all = any(entry.sampling.prompt_logprobs is not None for entry in entries)

@@ -30,6 +30,7 @@ class Rows:
         self.num_tokens = counters(0)  # tokens fed so far: the position of last_token
         self.ring_start = counters(0)
         self.capacity = counters(1)
+        self.adapter = counters(0)  # LoRA adapter, counted from 1; 0: none
 
     @staticmethod
     def entry(prompt_len: int, budget: KVBudget) -> Counters:

@@ -33,10 +33,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from snapstream.config.engine import NAMESPACE_SEPARATOR
 from snapstream.kv.prefix_folder import MARKER, PrefixFolder
 from snapstream.kv.spec import STATE_BYTES, Full, KVSpec, Latent
 from snapstream.step import StoredBlock
-from snapstream.types import NAMESPACE_SEPARATOR
 
 log = logging.getLogger(__name__)
 

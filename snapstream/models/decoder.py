@@ -31,6 +31,7 @@ from snapstream.models.latent import (
     with_local_heads,
 )
 from snapstream.models.layers import DenseLayer, KVView, LayerEnd, MlpLayer, TokenInputs, Vocabulary
+from snapstream.models.lora import Adapters
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.recurrent import RECURRENT_LAYERS, ParallelMambaLayer
 from snapstream.models.registry import FAMILIES, kv_spec_of
@@ -116,11 +117,12 @@ class Decoder:
         weights: DecoderWeights,
         kernels: Kernels | None = None,
         group: Group | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         """``kernels`` default to those of the weights' device. ``config`` is the whole model; ``weights`` may be a
         rank's shard, with that rank's ``group``.
         """
-        self.config = config
+        self.config, self.adapters = config, adapters
         self.group = Alone() if group is None else group
         self.is_data_parallel = is_data_parallel(config, weights.config, self.group)  # attention
         # This rank's part of the model in prefill; with data-parallel attention decode has all heads.
@@ -293,7 +295,13 @@ class Decoder:
         if self.config.mlp_layers is not None:
             for index in self.config.mlp_layers:
                 classes[index] = MlpLayer
-        return [self._connected(layer, index, self.shard, weights_of(index)) for index, layer in enumerate(classes)]
+        layers = [weights_of(index) for index in range(self.config.num_layers)]
+        if (adapters := self.adapters) is not None:
+            layers = list(map(adapters.around, range(len(layers)), layers))
+        return [
+            self._connected(layer, index, self.shard, own)
+            for index, (layer, own) in enumerate(zip(classes, layers, strict=True))
+        ]
 
     def _connected(self, made: Any, index: int, config: ModelConfig, weights: LayerWeights) -> Layer:
         """A layer of class ``made``, between hyper-connections if the model has these."""

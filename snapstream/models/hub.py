@@ -20,8 +20,11 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", 
 OTHER_FILES = ("*/*", "consolidated*")  # the same weights in other layouts
 
 
-def local_folder(model: str | Path, *, config_only: bool = False, progress: bool = True) -> Path:
-    """The folder or GGUF file of a model that is a path or a hub id; what exists here is a path.
+def local_folder(
+    model: str | Path, *, config_only: bool = False, progress: bool = True, wanted: str = "config.json"
+) -> Path:
+    """The folder or GGUF file of a model that is a path or a hub id; what exists here is a path. A folder of the hub
+    must have the file ``wanted``.
 
     Downloads what the cache lacks, with ``config_only`` no weights. ValueError, in one line, for a model that the hub
     does not have or does not give, and where it cannot be reached. Other text is returned as a path.
@@ -69,15 +72,15 @@ def local_folder(model: str | Path, *, config_only: bool = False, progress: bool
             f"{repo} is no folder here, and the Hugging Face hub did not answer ({type(error).__name__}: "
             f"{reason:.200}); give a checkpoint folder"
         ) from None
-    names = () if (Path(folder) / (file or "config.json")).is_file() else _gguf_files(repo, revision)
+    names = () if (Path(folder) / (file or wanted)).is_file() else _gguf_files(repo, revision)
     if file is not None:
         if not (Path(folder) / file).is_file():
             raise ValueError(f"{repo} has no {file}; its GGUF files: {', '.join(names) or 'none'}")
         return Path(folder) / file
     if names:
         raise ValueError(f"{repo} has GGUF files; give one of them, as {repo}:{names[0]} ({', '.join(names)})")
-    if not (Path(folder) / "config.json").is_file():
-        raise ValueError(f"{repo} has no config.json; it is no model of transformers")
+    if not (Path(folder) / wanted).is_file():
+        raise ValueError(f"{repo} has no {wanted}; it is no model of transformers, or no adapter of PEFT")
     if not config_only and not any(Path(folder).glob("*.safetensors")):
         raise ValueError(f"{repo} has no weights in safetensors; other formats are not downloaded")
     return Path(folder)

@@ -239,12 +239,12 @@ class Matrix:
     ) -> Tensor:
         """The first half of ``swiglu``, ``[T, I]``."""
         if isinstance(given, Tensor):
-            return _activated(self.multiply(given, bias, kernels), activation, kernels)
+            return activated(self.multiply(given, bias, kernels), activation, kernels)
         if kernels.one_linear is not None and activation == "silu" and self._takes_one(given.residual):
             if given.x is None:
                 return kernels.one_linear(given.residual, given.weight, given.eps, self.data, bias, True)
             return kernels.one_linear(kernels.normed(given), None, 0.0, self.data, bias, True)
-        return _activated(self.multiply_normed(given, bias, kernels), activation, kernels)
+        return activated(self.multiply_normed(given, bias, kernels), activation, kernels)
 
     def swiglu_grouped(
         self, down: Matrix, x: Tensor, pairs: Pairs, kernels: Kernels, parts: ExpertParts = _NO_PARTS
@@ -261,7 +261,7 @@ class Matrix:
             gate_up.add_(parts.gate_up_bias[experts])
         if parts.scales_inputs:
             gate_up.mul_(shares)
-        inner = _activated(gate_up, parts.activation, kernels)  # [T k, M]
+        inner = activated(gate_up, parts.activation, kernels)  # [T k, M]
         del gate_up  # a chunk's are large
         if not parts.scales_inputs:
             inner.mul_(shares)  # smaller before the product than after it
@@ -353,7 +353,7 @@ def joined(parts: Sequence[Matrix]) -> Matrix:
     return parts[0] if len(parts) == 1 else JoinedMatrix(parts)
 
 
-def _activated(gate_up: Tensor, activation: LayerActivation, kernels: Kernels) -> Tensor:
+def activated(gate_up: Tensor, activation: LayerActivation, kernels: Kernels) -> Tensor:
     """``gate_up [T, 2I]`` (gate | up), without gate ``[T, I]``, to ``[T, I]``."""
     if isinstance(activation, Xielu):
         return xielu(gate_up, activation.numbers)

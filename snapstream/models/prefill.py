@@ -7,7 +7,7 @@ buffers. Invariant: chunk length, packing and interleaving with other work never
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -55,6 +55,7 @@ class PassTokens:
     # By prompt: first tokens that are not computed; the caller stages their keys and values before a layer's first
     # unit. Empty: none.
     num_restored: Sequence[int] = ()
+    adapters: Sequence[int] = ()  # LoRA adapters by prompt, 0: none; empty: none at all
 
     @property
     def num_computed(self) -> list[int]:
@@ -173,6 +174,7 @@ class LayerPass:
         block = self._decoder.prefill_layer(layer)
         is_recurrent = isinstance(self._buffers.spec.layers[layer], State)
         rope = (residual[:0], residual[:0]) if is_recurrent else self._angles(tokens)  # there nothing is rotated
+        self._adapt((part.prompt, part.length) for part in chunk.segments)
         attended = residual[:0] if is_last else block.attend(residual, None, rope, view)
         inputs = self._decoder.token_inputs(self._tokens.token_ids[tokens])
         if chunk.outputs is None:
@@ -185,6 +187,12 @@ class LayerPass:
             places = [residual[place] for place in own]
             last = torch.stack(places)  # [outputs, D]
             given = None if inputs is None else TokenInputs(inputs.token_ids[own], inputs.embedded[own])
+            self._adapt(
+                (part.prompt, 1)
+                for place in own
+                for part in chunk.segments
+                if place - part.chunk_start in range(part.length)
+            )
             heads = attended[first : first + at_once]
             if is_last:
                 view.take_only(own)
@@ -192,6 +200,12 @@ class LayerPass:
             added(last, self._decoder.finish_layer(layer, block, (last, heads), given))
             for place, hidden in zip(places, last, strict=True):
                 place.copy_(hidden)
+
+    def _adapt(self, runs: Iterable[tuple[int, int]]) -> None:
+        """The next products are of these prompts, each with so many tokens."""
+        if self._decoder.adapters is not None:
+            given = self._tokens.adapters
+            self._decoder.adapters.select((given[prompt] if given else 0, length) for prompt, length in runs)
 
     def _angles(self, tokens: slice) -> CosSin:
         if self._rope is not None:

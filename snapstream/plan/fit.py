@@ -27,7 +27,7 @@ from snapstream.config import (
     make_selector,
     row_formats,
 )
-from snapstream.config.engine import SPECULATIVE_TOKENS, Speculator
+from snapstream.config.engine import SPECULATIVE_TOKENS, Adapter, Speculator
 from snapstream.config.kv import HEADS_SELECTOR, HeadProfile, HeadSlots
 from snapstream.exec.executors import (
     FALLBACK,
@@ -227,6 +227,7 @@ def engine_config(
         prefix_disk=cast(int, options.prefix_disk),
         prefix_blocks=num_blocks,
         prefix_snapshots=num_snapshots,
+        loras=_adapters(options),
         parallel=options.parallel,
         # A rotation that depends on the whole length gives keys beyond the original context to one prompt alone.
         prefix_max_len=model.rope.original_max_position if model.rope.depends_on_length else 0,
@@ -236,12 +237,21 @@ def engine_config(
     if store is not None and (no_store := why_no_store(model, device)) is not None:
         raise ValueError(f"a prefix_store is set, and {no_store}")
     problems = executor_problems or {}
-    problem = executor_of(executor).why_not(model, config) or problems.get(executor)
+    problem = executor_of(executor).problem(model, config) or problems.get(executor)
     if problem is None:
         return _with_drafts(model, config, options, problems)
     if options.executor is None:
         return _with_drafts(model, replace(config, executor=FALLBACK), options, problems)
     raise ValueError(f"executor {executor!r}: {problem}; use {alternatives(executor, device)}")
+
+
+def _adapters(options: EngineOptions) -> tuple[Adapter, ...]:
+    """Those of options from ``with_loras``. ValueError for several ranks."""
+    if options.loras and options.tensor_parallel > 1:
+        raise ValueError(f"loras: {len(options.loras)} adapters are given, and tensor_parallel is "
+            f"{options.tensor_parallel}; adapters are served by one rank")  # fmt: skip
+    assert all(isinstance(own, Adapter) for own in options.loras), "options come from with_loras"
+    return options.loras
 
 
 def why_no_store(model: ModelConfig, device: str) -> str | None:

@@ -63,6 +63,7 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     )
 
 
+PANEL_ROWS, PANEL_COLUMNS = 32, 4  # of kernels/cpu/looped/library.py
 SCORING_KEYS = 4096  # keys that are scored at a time
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: cuBLAS workspaces, kernels, fragmentation
 
@@ -123,6 +124,7 @@ class EngineMemory:
     max_rows: int
     dequantized_bytes: int = 0  # of the buffer in which prefill dequantizes a layer's weights
     query_bytes: int = 0  # with hops: one layer's queries of all tokens of the pool
+    adapter_bytes: int = 0  # of LoRA adapters
     reserved_bytes: int = 0  # for a draft on this device
     store_bytes: int = 0  # of the prefix store, where it is in the same memory
     bounce_bytes: int = 0  # where it is not: one layer of the pool's tokens, between device and host
@@ -131,7 +133,7 @@ class EngineMemory:
     @property
     def fixed_bytes(self) -> int:
         """Bytes that do not depend on the number of rows; the padding row is among them."""
-        parts = self.weight_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
+        parts = self.weight_bytes, self.adapter_bytes, self.staging_bytes, self.transient_bytes, self.framework_bytes
         more = self.dequantized_bytes, self.query_bytes, self.reserved_bytes, self.store_bytes, self.bounce_bytes
         return sum(parts) + sum(more) + self.row_bytes + self.state_bytes
 
@@ -156,6 +158,7 @@ class EngineMemory:
         """The sum in words, for an error."""
         decode = self.max_rows * self.batch_bytes + (self.max_rows + 1) * self.state_bytes
         optional = (
+            (self.adapter_bytes, "of LoRA adapters"),
             (self.dequantized_bytes, "for a dequantized layer"),
             (self.query_bytes, "of queries for hops"),
             (self.reserved_bytes, "for the draft"),
@@ -225,11 +228,23 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
         batch_bytes=executor.batch_bytes(model, config) + (draft.batch_bytes if draft else 0),
         max_rows=config.max_rows,
         query_bytes=prefill.query_bytes,
+        adapter_bytes=adapter_bytes(config),
         reserved_bytes=config.reserved_bytes + (draft.fixed_bytes if draft else 0),
         bounce_bytes=bounce_bytes(model, config) if kind == "cuda" else 0,
         store_bytes=0 if kind == "cuda" else prefix_store_bytes(whole, config),
         dp_size=dp_size,
     )
+
+
+def adapter_bytes(config: EngineConfig) -> int:
+    """Bytes of the LoRA adapters; in panels rows and columns are filled up."""
+    rows, columns = (1, 1) if executor_of(config.executor).make_matrix is None else (PANEL_ROWS, PANEL_COLUMNS)
+    numbers = (
+        -(-shape[0] // rows) * rows * (-(-shape[1] // columns) * columns)
+        for own in config.loras
+        for shape in own.shapes
+    )
+    return sum(numbers) * DTYPE_BYTES[config.dtype]
 
 
 def speculator_config(speculator: Speculator, max_rows: int) -> EngineConfig:

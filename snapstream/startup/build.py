@@ -155,13 +155,15 @@ def _load(
 
     from snapstream.models.checkpoint import load_weights
     from snapstream.models.decoder import Decoder
+    from snapstream.models.lora import load_adapters
     from snapstream.models.sharding import Share
 
     executor = executor_of(config.executor) if make_decode is None else Executor(make=make_decode)
     dtype, make = getattr(torch, config.dtype), executor.storage(config)
     share = None if group is None else Share.of(model, config.parallel, group.rank, config.weights)
     weights = load_weights(folder, model, dtype, config.device, progress, config.weights, make, share)
-    return Decoder(model, weights, kernels, group)
+    adapters = load_adapters(config.loras, model, dtype, config.device, make) if config.loras else None
+    return Decoder(model, weights, kernels, group, adapters)
 
 
 def load_draft_model(
@@ -311,6 +313,8 @@ def make_connector(
     wake: Callable[[], None],
 ) -> TcpConnector:
     """ValueError for an engine whose rows cannot be transferred, or that cannot listen at the address."""
+    if config.loras:
+        raise ValueError(f"loras: {len(config.loras)} adapters are given; engines that transfer KV have none")
     if config.heads is not None and config.parallel.size > 1:
         raise ValueError(
             f"heads: KV transfer with per-head budgets needs engines of one device; this one has {config.parallel.size}"

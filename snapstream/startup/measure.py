@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from snapstream.config import EngineConfig, EngineOptions, ModelConfig
 from snapstream.exec.executors import problems_here
+from snapstream.models.adapters import with_loras
 from snapstream.models.sharding import rank_config
 from snapstream.plan.fit import with_speculator
 from snapstream.plan.memory import DraftMemory
@@ -189,7 +190,7 @@ def measure_machine(device: str, draft: DraftMemory | None = None, *, num_ranks:
 
 def decide(model: ModelConfig, options: EngineOptions, draft: DraftMemory | None = None) -> EngineConfig:
     """``resolve`` for this machine as it is now; ``draft``: one that is loaded on the same device."""
-    options = with_speculator(options)
+    options = with_loras(model, with_speculator(options))
     return resolve(model, options, measure_machine(options.device, draft, num_ranks=options.parallel.ranks_here))
 
 

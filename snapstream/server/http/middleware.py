@@ -21,9 +21,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from snapstream.config.engine import NAMESPACE_SEPARATOR
 from snapstream.config.values import is_loopback
 from snapstream.server.http.errors import Api, ApiError, Middleware, api_of, bad_value
-from snapstream.types import NAMESPACE_SEPARATOR
 
 log = logging.getLogger(__name__)
 
