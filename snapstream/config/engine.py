@@ -7,7 +7,7 @@ server and ``LLM`` pass the object on unchanged; ``startup/resolve.py`` makes an
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast, get_args
@@ -368,6 +368,13 @@ class EngineConfig(Settings):
             raise InvalidValue(f"lora is {name!r}; the adapters of this engine: {loaded}", "lora")
         return names.index(name)
 
+    @property
+    def only_lora(self) -> str:
+        """The name of its one adapter, for commands with one conversation; "" without. ValueError for several."""
+        names = [own.name for own in self.loras]
+        check(len(names) < 2, f"loras: {', '.join(names)} are given; one answers here")
+        return "".join(names)
+
     def prefix_namespace(self, namespace: str, lora: str) -> str:
         """The namespace below ``namespace`` in which the prefix store keeps prompts of an adapter."""
         index = self.adapter(lora)
@@ -480,8 +487,8 @@ class EngineOptions(Settings):
     )
     loras: tuple[Any, ...] = setting(  # becomes (name, path), or Adapter once it is read
         (),
-        "LoRA adapter in PEFT's format (folder or hub id), which requests name as their model; repeatable. Without NAME "
-        "that of the folder.",
+        "LoRA adapter in PEFT's format (folder or hub id), which requests name as their model; repeatable. Default "
+        "name: the folder's.",
         metavar="NAME=PATH",
         flag="--lora",
     )
@@ -565,6 +572,10 @@ class EngineOptions(Settings):
         )
 
     @property
+    def lora_names(self) -> list[str]:
+        return _names_of(self.loras)
+
+    @property
     def has_automatic_heads(self) -> bool:
         """Whether kv heads get per-head budgets where a profile is known or soon measured.
 
@@ -585,7 +596,7 @@ class EngineOptions(Settings):
 
 
 def as_loras(given: Any) -> tuple[Adapter | tuple[str, str], ...]:
-    """Adapters of a mapping from names to paths, or of texts ``NAME=PATH`` and ``PATH``; ValueError for a name twice."""
+    """Adapters of a mapping from names to paths, or of texts ``NAME=PATH`` and ``PATH``. ValueError for equal names."""
     found: list[Adapter | tuple[str, str]] = []
     for own in given.items() if isinstance(given, Mapping) else given:
         if isinstance(own, str):
@@ -596,10 +607,14 @@ def as_loras(given: Any) -> tuple[Adapter | tuple[str, str], ...]:
             check(isinstance(name, str) and name != "", f"loras: the name of {path!r} is {name!r}; it must be a text")
             own = name, str(as_path(f"loras: the folder of {name!r}", path))
         found.append(own)
-    names = [own.name if isinstance(own, Adapter) else own[0] for own in found]
+    names = _names_of(found)
     twice = [name for name in names if names.count(name) > 1]
     check(not twice, f"loras: {twice[:1]} is the name of several adapters")
     return tuple(found)
+
+
+def _names_of(loras: Iterable[Adapter | tuple[str, str]]) -> list[str]:
+    return [own.name if isinstance(own, Adapter) else own[0] for own in loras]
 
 
 def check_budget(budget: Any) -> Budget:

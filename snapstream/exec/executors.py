@@ -269,7 +269,7 @@ def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str |
 # stage, per thread some scratch (one stage at a time: the largest) and room to sample in.
 
 _NUMBER = 4  # bytes: fp32
-_PANEL, _ALIGN, _LANES, _DOTS = 32, 4, 16, 4  # the widest that a CPU has
+_PANEL, _PIECE, _ALIGN, _LANES, _DOTS = 32, 128, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
 _SAMPLE_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
 _LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
@@ -298,6 +298,11 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
         entry += max(model.most_heads * value_dim, _recurrent_sizes(model)[1])
     entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
+    if config.loras:  # what they make of each piece of an input, and per thread of all of it
+        rank = -(-max(own.rank for own in config.loras) // _PANEL) * _PANEL
+        pieces = max(-(-model.hidden_size // _PIECE), *(own.num_kv_heads for own in model.all_heads))
+        entry += rank * (pieces + -(-model.widest_inner // _PANEL) + num_threads)
+        scratch += (num_threads + 2) * _LANES
     if num_drafted := max_batch(config) - config.max_rows:
         kept, copied = _drafted_states(model)
         scratch += num_drafted * kept + num_threads * copied
@@ -451,6 +456,7 @@ LOOPED = Executor(
     machine_problem="snapstream.exec.looped_cpu:machine_problem",
     make_matrix="snapstream.exec.looped_cpu:panels_for",
     supports_ranks=True,
+    supports_loras=True,
     reads_row_formats=True,
     dequantizes=False,
     batch_bytes=_batch_bytes,

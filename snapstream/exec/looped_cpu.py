@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, byref
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ from snapstream.exec.sampling_state import SamplingState
 from snapstream.kernels.cpu.looped.library import (
     ACTIVATIONS,
     FORMATS,
+    PANEL,
     Connection,
     Draw,
     Hyper,
     Latent,
     LayerParts,
     Library,
+    LowRank,
     Mixture,
     Model,
     NativeEngine,
@@ -56,6 +59,7 @@ from snapstream.kernels.cpu.looped.library import (
 from snapstream.kernels.rows import activation_numbers
 from snapstream.kv.cache import KVCache
 from snapstream.kv.spec import State, Window
+from snapstream.models.adapters import PRODUCTS
 from snapstream.models.decoder import Decoder
 from snapstream.models.layers import activations_of, bias_of_sum, expert_bias_of_sum, turned_scale
 from snapstream.models.matrix import JoinedMatrix, MakeMatrix
@@ -113,6 +117,7 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
     num_streams = 0 if config.altup is None else config.altup.num_streams
     streams = [panels_of(decoder, f"streams_out.{i}").stack for i in range(num_streams - 1)]
     streams_out = (Stack * len(streams))(*streams)
+    low_rank, most_rank, kept = _low_ranks(decoder)
     parts = (LayerParts * config.num_layers)(*_layer_parts(decoder, made))
     recurrent.projected = max(own.recurrent_in.rows for own in parts)
     recurrent.mixed = max(own.recurrent_out.cols for own in parts)
@@ -146,9 +151,30 @@ def model_of(decoder: Decoder, num_drafted: int = 0) -> Model:
         has_chunks=config.has_chunks, streams=num_streams,
         streams_in=panels_of(decoder, "streams_in").stack if streams else Stack(),
         streams_out=addressof(streams_out), **{name: address(vectors.get(name)) for name in _VECTORS},
+        low_rank=low_rank, most_rank=most_rank,
     )  # fmt: skip
-    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, made, streams_out
+    model.kept = rope, window_rope, rotated, recurrent, kinds, parts, made, streams_out, kept
     return model
+
+
+def _low_ranks(decoder: Decoder) -> tuple[int | None, int, list[Any]]:
+    """The address of what adapters add, the most rows of a first matrix in whole panels, and what must be kept."""
+    adapters, num_layers = decoder.adapters, decoder.config.num_layers
+    if adapters is None:
+        return None, 0, []
+    table = (LowRank * (len(PRODUCTS) * num_layers * max(own[0] for own in adapters.products)))()
+    kept: list[Any] = [table, adapters]
+    for (adapter, layer, product), own in adapters.products.items():
+        stacks, firsts = [], torch.tensor([first for first, _ in own.ups])
+        for matrix in (own.down, *(up for _, up in own.ups)):
+            assert isinstance(matrix, PanelMatrix), "adapters are stored as the executor reads weights"
+            stacks.append(matrix.stack)
+        ups = (Stack * len(own.ups))(*stacks[1:])
+        at = ((adapter - 1) * num_layers + layer) * len(PRODUCTS) + PRODUCTS.index(product)
+        table[at] = LowRank(down=stacks[0], ups=addressof(ups), firsts=address(firsts), count=len(ups))
+        kept += [ups, firsts]
+    most = max(own.down.shape[0] for own in adapters.products.values())
+    return addressof(table), -(-most // PANEL) * PANEL, kept
 
 
 def _made_of(index: int, config: ModelConfig, weights: LayerWeights) -> dict[str, Tensor | None]:
@@ -175,6 +201,9 @@ def _layer_parts(decoder: Decoder, made: Sequence[Mapping[str, Tensor | None]]) 
             "down": bias_of_sum(weights.optional("down_bias"), group),
         }  # fmt: skip
         stacks = {name: _layer_stack(weights, name) for name in (*biases, *_MATRICES)}
+        if decoder.adapters is not None:
+            for place, name in enumerate(PRODUCTS, start=len(PRODUCTS) * index + 1):
+                stacks[name].adapted = place
         stacks |= {f"recurrent_{side}": _layer_stack(weights, f"{recurrent}_{side}") for side in ("in", "out")}
         stacks["qkv_rest"] = _layer_stack(weights, "qkv", 1)
         scale = 1.0 if config.has_unscaled_scores else head_dim**-0.5
@@ -543,6 +572,7 @@ def _rows(parts: StepParts) -> RowTable:
         memories=address(tables[3]), num_rows=cache.num_rows + 1,
         slots=max([*cache.layer_slots, 0 if slots is None else slots.longest]),
         key_format=FORMATS[cache.encodings[0].format.name], value_format=FORMATS[cache.encodings[1].format.name],
+        adapters=None if parts.decoder.adapters is None else address(state.adapter),
     )  # fmt: skip
     table.kept = tables
     return table

@@ -1,4 +1,4 @@
-"""LoRA adapters in the format of PEFT (arXiv 2106.09685): what a folder holds, and whether a model can have it. No torch.
+"""LoRA adapters in the format of PEFT (arXiv 2106.09685): what a folder holds, and what a model supports. No torch.
 
 A projection W ``[out, in]`` becomes ``W + s B A``, with A ``[r, in]`` and B ``[out, r]``. Adapters are for the
 projections of attention and of dense MLPs; ``lora.py`` computes them.
@@ -30,9 +30,9 @@ _PREFIX, _SIDES = "base_model.model.", (".lora_A.weight", ".lora_B.weight")
 _DTYPES = ("F64", "F32", "BF16", "F16")
 # Fields of adapter_config.json that change what is computed, with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "modules_to_save": ([],), "fan_in_fan_out": (False,),
-    "layer_replication": (), "trainable_token_indices": (), "target_parameters": ([],), "use_qalora": (False,),
-    "alora_invocation_tokens": (), "arrow_config": (), "use_bdlora": (False,),
+    "use_dora": (False,), "bias": ("none",), "lora_bias": (False,), "modules_to_save": ([],),
+    "fan_in_fan_out": (False,), "layer_replication": (), "trainable_token_indices": (), "target_parameters": ([],),
+    "use_qalora": (False,), "alora_invocation_tokens": (), "arrow_config": (), "use_bdlora": (False,),
     # Others also change the weights of the model.
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
@@ -87,7 +87,7 @@ def projections(model: ModelConfig) -> dict[str, Projection]:
 
 
 def with_loras(model: ModelConfig, options: EngineOptions) -> EngineOptions:
-    """The options with what is known of their adapters. ValueError, with every reason, for one that is not supported."""
+    """The options with what is known of their adapters. ValueError with every reason for one that is not supported."""
     read = [own if isinstance(own, Adapter) else read_adapter(own[0], own[1], model) for own in options.loras]
     return replace(options, loras=tuple(read))
 
@@ -126,7 +126,7 @@ def read_pairs(name: str, folder: Path, model: ModelConfig) -> list[Pair]:
     """
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"lora {name!r}: {folder} has no {WEIGHTS_FILE}; files of other formats are not read")
-    settings, problems = read_object(folder / CONFIG_FILE), list(_model_problems(model))
+    settings, problems = read_object(folder / CONFIG_FILE), list(model_problems(model))
     problems += _settings_problems(settings)
     pairs = [] if problems else list(_pairs(settings, _header(folder / WEIGHTS_FILE), model, problems))
     if not problems and not pairs:
@@ -146,7 +146,8 @@ def _header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         raise ValueError(f"{file} is not a whole safetensors file: {error}") from error
 
 
-def _model_problems(model: ModelConfig) -> Iterator[str]:
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """Why a model can have no adapters."""
     if model.latent is not None:
         yield "its attention keeps latents"
     if model.altup is not None:

@@ -40,6 +40,7 @@ from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
 from snapstream.models.decoder import Decoder
+from snapstream.models.lora import Adapters
 from snapstream.models.matrix import MakeMatrix, make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import model_config_from_dict, tensor_specs
@@ -312,7 +313,7 @@ def runner_of(
 
 def random_runner(
     model: ModelConfig, formats: WeightFormats, kv_dtype: str, make: MakeMatrix, capacity: int, seed: int,
-    num_rows: int = 5, num_queries: int = 0,
+    num_rows: int = 5, num_queries: int = 0, adapters: Adapters | None = None,
 ) -> ModelRunner:  # fmt: skip
     """Random weights, rows full of random numbers, and counters as after prompts shorter and longer than a row.
 
@@ -334,7 +335,7 @@ def random_runner(
         max_model_len=4096, max_rows=num_rows, kv_dtype=kv_dtype, weights=formats,  # type: ignore[arg-type]
         num_speculative_tokens=0 if num_queries or model.has_uneven_layers else 3,
     )  # fmt: skip
-    runner = ModelRunner(Decoder(model, weights), config)
+    runner = ModelRunner(Decoder(model, weights, adapters=adapters), config)
     cache = runner.cache
     spec = cache.spec
     if num_queries:

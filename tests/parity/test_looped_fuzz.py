@@ -30,7 +30,10 @@ from snapstream.kernels.cpu.looped.build import InstructionSet, find_compiler, i
 from snapstream.kernels.cpu.looped.library import load, num_cores
 from snapstream.kv.spec import Window
 from snapstream.models import layers as router
-from snapstream.models.matrix import make_matrix
+from snapstream.models.adapters import Projection, model_problems, projections
+from snapstream.models.adapters import num_rows as rows_of
+from snapstream.models.lora import Adapters, LowRank
+from snapstream.models.matrix import MakeMatrix, Matrix, make_matrix
 from snapstream.models.panels import make_panels
 from snapstream.models.registry import FAMILIES, model_config_from_dict, tensor_specs
 from snapstream.types import SamplingParams
@@ -461,6 +464,30 @@ EVERY_SEED = pytest.mark.parametrize(
 )
 
 
+def draw_adapters(random: Random, model: ModelConfig, make: MakeMatrix) -> Adapters | None:
+    """Two LoRA adapters of any ranks and any projections, for half of the models that can have some."""
+    if random.random() < 0.5 or any(model_problems(model)):
+        return None
+    products: dict[tuple[int, str], list[Projection]] = {}
+    for own in sorted(projections(model).values(), key=lambda own: own[:3]):
+        products.setdefault((own.layer, own.product), []).append(own)
+
+    def matrix(rows: int, columns: int) -> Matrix:
+        made = make(WeightFormat(dtype="float32"), (rows, columns), torch.float32, "cpu")
+        made.fill(torch.randn(rows, columns) / columns**0.5)
+        return made
+
+    found = {}
+    for adapter in (1, 2):
+        for (layer, product), all_own in products.items():
+            some = [own for own in all_own if random.random() < 0.7]
+            ranks = [random.randint(1, 40) for _ in some]
+            if some:
+                ups = [(own.first, matrix(rows_of(own), rank)) for own, rank in zip(some, ranks, strict=True)]
+                found[adapter, layer, product] = LowRank(matrix(sum(ranks), some[0].shape[1]), ups)
+    return Adapters(found, "cpu") if found else None
+
+
 class Drawn:
     """A model with random weights and rows, a batch of them, and both executors."""
 
@@ -491,8 +518,12 @@ class Drawn:
         is_full = model.windows is None and not model.recurrent_layers
         if is_full and random.random() < 0.3:
             num_queries = random.randint(1, 5)
-        asked = (kv_dtype, make_panels(load(instructions)), capacity, seed, num_rows, num_queries)
-        self.model, self.runner = model, random_runner(model, formats, *asked)
+        make, asked = make_panels(load(instructions)), (capacity, seed, num_rows, num_queries)
+        torch.manual_seed(seed)
+        adapters = draw_adapters(Random(-2 - seed), model, make)
+        self.model, self.runner = model, random_runner(model, formats, kv_dtype, make, *asked, adapters)
+        if adapters is not None:
+            self.runner.rows.adapter[:num_rows] = torch.randint(0, 3, (num_rows,))
         for layer in model.recurrent_layers:
             for own in self.runner.cache.state(layer).values():
                 own.normal_()
@@ -502,8 +533,8 @@ class Drawn:
         self.looped = LoopedDecode(self.runner.step_parts, random.randint(1, min(2, num_cores())))
         parts = self.runner.step_parts
         if formats != plain:  # products over panels outside of looped steps do not round
-            asked = (kv_dtype, make_matrix, capacity, seed, num_rows, num_queries)
-            parts = replace(parts, decoder=random_runner(model, formats, *asked).decoder)
+            rounded = random_runner(model, formats, kv_dtype, make_matrix, *asked, adapters)
+            parts = replace(parts, decoder=rounded.decoder)
         self.eager = EagerDecode(parts)
         self.is_exact = kv_dtype == "auto" and formats == plain
 

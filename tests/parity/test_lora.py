@@ -97,7 +97,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("executor", ["eager"])
+@pytest.mark.parametrize("executor", ["eager", "looped"])
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_equal_merged_weights(name: str, executor: str, tmp_path: Path) -> None:
     """Two adapters and none, in one batch and in packed prefill."""

@@ -33,6 +33,14 @@ struct Stack {  // matrices [layers, rows, cols], or one of them
     int64_t format, group;  // group: quantized columns that share a scale
     int64_t inputs;         // tokens are first rounded, I8: to int8 in those groups; I16, BF16: to these; F32: not
     const float* scales;    // of FP8 (products.h)
+    int64_t adapted;        // 1 + its place in Model::low_rank of an adapter; 0: no adapter adds to its product
+};
+
+struct LowRank {  // what a LoRA adapter adds to a product: to the rows from `firsts` on what is up (down x); all fp32
+    Stack down;  // [R, cols] of all ups, one below the other; rows 0: it adds nothing
+    const Stack* ups;
+    const int64_t* firsts;
+    int64_t count;
 };
 
 struct Connection {  // of a part of a layer to S residual streams (streams.h): [C, S D], [C], [2 or 3]; of the head [1]
@@ -183,6 +191,8 @@ struct Model {  // of a rank: heads, inner sizes and the lines of embed and head
     Latent latent;
     Recurrent recurrent;
     Hyper hyper;
+    const LowRank* low_rank;  // [adapters, L, 4]: of qkv, o, gate_up and down; null: there are none
+    int64_t most_rank;        // rows of a `down`, in whole panels
 };
 
 struct RowTable {  // the persistent state of rows, [rows + 1] each, and their keys and values [slots of all rows, E]
@@ -201,6 +211,7 @@ struct RowTable {  // the persistent state of rows, [rows + 1] each, and their k
     const int64_t *conv_inputs, *memories;
     int64_t num_rows, slots, kept_queries, row_slots;  // slots: of the head that has most
     int64_t key_format, value_format;  // one format, or I8 and I4
+    const int64_t* adapters;  // counted from 1, 0: none; or null
 };
 
 struct Step {  // one call: the stages [first, last) of a step over `batch` rows

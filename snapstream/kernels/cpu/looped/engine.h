@@ -111,8 +111,12 @@ struct StepBuffers {
     //   first_stream [B, D], streams [B, S - 1, D]: the S residual streams of AltUp; of hyper-connections streams [B, S, D],
     //   seen [B, C]: what shares are made of, and shares [B, S + S S]: what is added, and how streams are mixed
     float *residual, *heads, *mixed, *gate_up, *packed, *angles, *part_peaks, *part_totals, *part_mixed, *attended,
-        *outputs, *embedded, *beside, *low, *first_stream, *streams, *seen, *shares, *drafts;  // drafts: of recurrent layers (recurrent.h)
-    std::vector<float*> scratch;  // of each thread
+        *outputs, *embedded, *beside, *low, *first_stream, *streams, *seen, *shares,
+        *drafts;  // of recurrent layers (recurrent.h)
+    //   low_parts, low_parts_down [B, pieces, most_rank]: what adapters make of the pieces of an input, that of `down` apart,
+    //   which is made while gate and up are read; low_sums [B, most_rank] of each thread
+    float *low_parts, *low_parts_down;
+    std::vector<float*> low_sums, scratch;  // of each thread
 
     StepBuffers(const Model& model, const RowTable& rows, int64_t batch, int threads, Cut& cut);
 };

@@ -58,6 +58,14 @@ StepBuffers::StepBuffers(const Model& model, const RowTable& rows, int64_t batch
     int64_t recurring = 0;  // layers
     for (int64_t i = 0; recurrent.drafted && i < model.layers; ++i) recurring += recurs(model, i);
     drafts = cut(recurring * recurrent.drafted * draft_numbers(recurrent));
+    int64_t inputs = (model.hidden + PIECE - 1) / PIECE, panels = 0;
+    for (int64_t layer = 0; layer < model.layers; ++layer) {
+        inputs = std::max(inputs, model.parts[layer].kv_heads);
+        panels = std::max(panels, (model.parts[layer].inner + PANEL - 1) / PANEL);
+    }
+    low_parts = cut(batch * inputs * model.most_rank);
+    low_parts_down = cut(batch * panels * model.most_rank);
+    for (int i = 0; i < threads; ++i) low_sums.push_back(cut(batch * model.most_rank));
     for (int i = 0; i < threads; ++i) scratch.push_back(cut(own));
 }
 
@@ -80,8 +88,8 @@ int64_t Engine::workspace_floats(const Model& model, const RowTable& rows, int64
 // Bytes of the structs, in the order of abi.h.
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
-        sizeof(Stack), sizeof(Connection), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent), sizeof(Recurrent),
-        sizeof(Hyper), sizeof(Ranks),
+        sizeof(Stack), sizeof(LowRank), sizeof(Connection), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent),
+        sizeof(Recurrent), sizeof(Hyper), sizeof(Ranks),
         sizeof(Model), sizeof(RowTable), sizeof(Step), sizeof(Sampling), sizeof(Draw), sizeof(Prompt),
         sizeof(Passing), sizeof(Routed), sizeof(Heads), sizeof(Convolving), sizeof(DeltaRule)};
     return bytes;

@@ -52,6 +52,10 @@ class Stack(Structure):
     """Matrices ``[layers, rows, cols]`` in panels, or one."""
 
 
+class LowRank(Structure):
+    """What a LoRA adapter adds to one product; all zeros if nothing."""
+
+
 class Connection(Structure):
     """How a part of a layer reads residual streams and adds to them."""
 
@@ -125,8 +129,8 @@ class DeltaRule(Structure):
 
 
 STRUCTS: tuple[type[Structure], ...] = (
-    Stack, Connection, LayerParts, Mixture, Latent, Recurrent, Hyper, Ranks, Model, RowTable, Step, Sampling, Draw,
-    Prompt, Passing, Routed, Heads, Convolving, DeltaRule,
+    Stack, LowRank, Connection, LayerParts, Mixture, Latent, Recurrent, Hyper, Ranks, Model, RowTable, Step, Sampling,
+    Draw, Prompt, Passing, Routed, Heads, Convolving, DeltaRule,
 )  # fmt: skip
 _HEADER = re.sub("//.*", "", (SOURCES / "abi.h").read_text())
 

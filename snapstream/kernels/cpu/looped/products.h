@@ -44,6 +44,7 @@ void pack_bf16(const float* x, int64_t first, int64_t count, int64_t cols, float
 // and the groups of a tile's tokens follow each other. NaN and infinities make a scale that is not finite.
 
 constexpr int64_t MOST_GROUP = 128;  // columns of a group
+constexpr int64_t PIECE = MOST_GROUP;  // columns of an input that are made at a time (step.h): whole groups
 
 inline bool takes_codes(const Stack& matrix) { return matrix.inputs == I8; }
 

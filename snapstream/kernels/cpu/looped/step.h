@@ -12,7 +12,9 @@ struct Work {
     Work(Engine& engine, const Step& step, int thread)
         : engine(engine), model(engine.model), rows(engine.rows), moe(model.mixture), latent(model.latent),
           routed(engine.routed), absorbed(engine.absorbed), pool(engine.pool), ranks(engine.ranks), step(step),
-          thread(thread), tokens(step.batch), scratch(engine.scratch[thread]) {}
+          thread(thread), tokens(step.batch), scratch(engine.scratch[thread]) {
+        for (int64_t b = 0; rows.adapters && b < step.batch; ++b) adapts |= rows.adapters[step.rows[b]] != 0;
+    }
 
     // Runs tasks of the stage until none is left.
     template <class Task>
@@ -45,6 +47,7 @@ struct Work {
     const Groups tokens;   // of the batch
     float* const scratch;  // of this thread
     int64_t turn = 0;      // of the tasks
+    bool adapts = false;   // whether a token has an adapter
 };
 
 // Tokens of its row that are fed before it in this step.
@@ -116,6 +119,87 @@ inline int64_t rest_of_input(const Work& w, const Stack& matrix) { return w.step
 inline const Stack* rest_of(const LayerParts& parts) { return parts.qkv_rest.rows ? &parts.qkv_rest : nullptr; }
 inline int64_t head_numbers(const LayerParts& parts) { return parts.qkv.rows + parts.qkv_rest.rows; }
 
+// -- LoRA adapters (reference: ../../../models/lora.py)
+//
+// Where the input of a product is made, each piece of its columns is multiplied with those of `down`. Threads that compute
+// the product sum the pieces, in their order, and add rows of `up`, so it takes no further barrier.
+
+constexpr int64_t ADAPTED = 4;  // products of a layer, as in Model::low_rank
+inline bool activates_at_once(Work& w, int64_t layer);
+
+inline const LowRank* low_rank_of(const Work& w, const Stack& matrix, int64_t b) {  // null: nothing is added
+    const int64_t adapter = w.rows.adapters[w.step.rows[b]];
+    if (!adapter) return nullptr;
+    const LowRank* own = w.model.low_rank + (adapter - 1) * w.model.layers * ADAPTED + matrix.adapted - 1;
+    return own->down.rows ? own : nullptr;
+}
+
+// Pieces in which the input of a product is made.
+inline int64_t pieces_of(Work& w, const Stack& matrix) {
+    const int64_t layer = (matrix.adapted - 1) / ADAPTED, kind = (matrix.adapted - 1) % ADAPTED;
+    if (kind == 1) return w.model.parts[layer].kv_heads;
+    return kind == 3 && activates_at_once(w, layer) ? matrix.cols / PANEL : (matrix.cols + PIECE - 1) / PIECE;
+}
+
+inline float* low_parts_of(Work& w, const Stack& matrix, int64_t b) {
+    float* parts = matrix.adapted % ADAPTED ? w.engine.low_parts : w.engine.low_parts_down;
+    return parts + b * pieces_of(w, matrix) * w.model.most_rank;
+}
+
+// x [count]: columns `first` and further of the input of token b, a piece of it.
+inline void lower(Work& w, const Stack& matrix, int64_t b, int64_t piece, const float* x, int64_t first, int64_t count) {
+    if (!w.adapts || !matrix.adapted) return;
+    const LowRank* own = low_rank_of(w, matrix, b);
+    if (!own) return;
+    float* out = low_parts_of(w, matrix, b) + piece * w.model.most_rank;
+    for (int64_t panel = 0; panel < panels_of(own->down); ++panel) {
+        const char* data = own->down.data + panel * own->down.panel_bytes;
+        const float* numbers = reinterpret_cast<const float*>(data) + first * PANEL;
+        vec sums[VECS] = {};
+        for (int64_t i = 0; i < count; ++i)
+            for (int v = 0; v < VECS; ++v) sums[v] += x[i] * load(numbers + i * PANEL + v * W);
+        for (int v = 0; v < VECS; ++v) store(out + panel * PANEL + v * W, sums[v]);
+    }
+}
+
+// Before `add_low`.
+inline void sum_low(Work& w, const Stack& matrix) {
+    if (!w.adapts || !matrix.adapted) return;
+    const int64_t pieces = pieces_of(w, matrix), rank = w.model.most_rank;
+    for (int64_t b = 0; b < w.step.batch; ++b) {
+        const LowRank* own = low_rank_of(w, matrix, b);
+        const float* parts = own ? low_parts_of(w, matrix, b) : nullptr;
+        for (int64_t r = 0; own && r < panels_of(own->down) * PANEL; r += W) {
+            vec sum = load(parts + r);
+            for (int64_t piece = 1; piece < pieces; ++piece) sum += load(parts + piece * rank + r);
+            store(w.engine.low_sums[w.thread] + b * rank + r, sum);
+        }
+    }
+}
+
+// To sums [B][32]: rows from `first` on.
+inline void add_low(Work& w, const Stack& matrix, int64_t first, int64_t rows, float* sums) {
+    if (!w.adapts || !matrix.adapted) return;
+    for (int64_t b = 0; b < w.step.batch; ++b, sums += PANEL) {
+        const LowRank* own = low_rank_of(w, matrix, b);
+        const float* low = w.engine.low_sums[w.thread] + b * w.model.most_rank;
+        for (int64_t i = 0; own && i < own->count; low += own->ups[i].cols, ++i) {
+            const Stack& up = own->ups[i];
+            const int64_t end = std::min(first + rows - own->firsts[i], up.rows);
+            for (int64_t row = std::max<int64_t>(first - own->firsts[i], 0), next; row < end; row = next) {
+                next = std::min((row / PANEL + 1) * PANEL, end);
+                const float* numbers = reinterpret_cast<const float*>(up.data + row / PANEL * up.panel_bytes);
+                vec made[VECS] = {};
+                for (int64_t k = 0; k < up.cols; ++k)
+                    for (int v = 0; v < VECS; ++v) made[v] += low[k] * load(numbers + k * PANEL + v * W);
+                float all_made[PANEL];
+                for (int v = 0; v < VECS; ++v) store(all_made + v * W, made[v]);
+                for (; row < next; ++row) sums[own->firsts[i] + row - first] += all_made[row % PANEL];
+            }
+        }
+    }
+}
+
 template <class Emit>  // emit(first row, rows, sums [B][32]); rest: rows after those of the stack, or null
 void product(Work& w, const Stack& stack, const float* packed, Emit emit, const Stack* rest = nullptr) {
     const int64_t at_once = w.step.batch <= PAIR_TOKENS ? 2 : 1, tasks = (panels_of(stack) + at_once - 1) / at_once;
@@ -127,10 +211,12 @@ void product(Work& w, const Stack& stack, const float* packed, Emit emit, const 
             own, own.data + panel * own.panel_bytes, input, w.tokens, w.scratch);
         for (int64_t i = 0; i < count; ++i) {
             const int64_t first = (panel + i) * PANEL, rows = std::min<int64_t>(PANEL, own.rows - first);
+            add_low(w, stack, before + first, rows, w.scratch + i * w.step.batch * PANEL);
             emit(before + first, rows, w.scratch + i * w.step.batch * PANEL);
         }
     };
     const float* input = packed ? packed : w.engine.packed;
+    sum_low(w, stack);
     w.share(tasks + (rest ? (panels_of(*rest) + at_once - 1) / at_once : 0), grain, [&](int64_t task) {
         if (task < tasks) return multiply(stack, task, input, 0);
         multiply(*rest, task - tasks, shares_input(stack, *rest) ? input : input + rest_of_input(w, stack), stack.rows);
@@ -181,7 +267,6 @@ inline void add_product(Work& w, const Stack& stack, const float* bias, const fl
 
 // The input of a product is made piece by piece of its columns, each for all tokens: they lie side by side there, so
 // that threads with tokens of their own would write to the same cache lines.
-constexpr int64_t PIECE = MOST_GROUP;  // columns: whole groups of codes
 
 template <class Make>  // make(token, first column, columns, out)
 void make_input(Work& w, const Stack& matrix, Make make, const Stack* rest = nullptr) {
@@ -191,6 +276,7 @@ void make_input(Work& w, const Stack& matrix, Make make, const Stack* rest = nul
         Place place(w.tokens, 0);
         for (int64_t b = 0; b < w.step.batch; ++b, place.next()) {
             make(b, first, count, made);
+            lower(w, matrix, b, piece, made, first, count);
             put_input(matrix, w.engine.packed, place, made, first, count);
             if (rest && !shares_input(matrix, *rest))
                 put_input(*rest, w.engine.packed + rest_of_input(w, matrix), place, made, first, count);
@@ -202,6 +288,7 @@ void make_input(Work& w, const Stack& matrix, Make make, const Stack* rest = nul
 // heads, and bf16 goes in pairs: there the last head to finish packs all.
 inline void pack_heads(Work& w, const Stack& next, int64_t b, int64_t head, int64_t heads, const float* found) {
     const int64_t count = next.cols / heads, first = head * count;
+    lower(w, next, b, head, found, first, count);
     if (!takes_codes(next) && count % 2 == 0)
         return put_input(next, w.engine.packed, Place(w.tokens, b), found, first, count);
     float* row = w.engine.attended + b * next.cols;
@@ -291,6 +378,7 @@ inline void activate_panel(Work& w, const Gated& gated, const Stack& down, const
         const vec share = all(shares ? shares[t] : 1.0f);
         for (int v = 0; v < PANEL; v += W)
             store(active + v, gated(load(gates + v) + load(gate_bias + v), load(ups + v) + load(up_bias + v), share));
+        lower(w, down, t, first / PANEL, active, first, PANEL);
         put_input(down, packed, place, active, first, PANEL);
     }
 }
@@ -306,10 +394,13 @@ inline void expand_tokens(Work& w, int64_t layer) {
         });
     const char* data = stack.data;
     const int64_t grain = std::max<int64_t>(1, (1 << 15) / (2 * stack.panel_bytes));
+    sum_low(w, stack);
     w.share(own.inner / PANEL, grain, [&](int64_t i) {
         const char* gate = data + i * stack.panel_bytes;
         const Groups groups(w.step.batch, gate + stack.panel_bytes, own.inner / PANEL * stack.panel_bytes);
         gate_and_up(w, stack, gate, w.engine.packed, groups);
+        add_low(w, stack, i * PANEL, PANEL, w.scratch);
+        add_low(w, stack, own.inner + i * PANEL, PANEL, w.scratch + w.step.batch * PANEL);
         activate_panel(w, gated, own.down, own.gate_up_bias, w.scratch, i * PANEL, w.step.batch, nullptr,
                        w.engine.gate_up);
     });
