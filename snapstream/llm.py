@@ -14,6 +14,7 @@ from snapstream.config.engine import STALL_TIMEOUT_S
 from snapstream.engine.client import EngineThread
 from snapstream.engine.core import Engine
 from snapstream.engine.request_state import Tokenizer
+from snapstream.models.adapters import with_loras
 from snapstream.models.chat_template import render_chat
 from snapstream.models.hub import local_folder
 from snapstream.models.registry import read_model_config
@@ -95,6 +96,7 @@ class LLM:
             as_number("stall_timeout", stall_timeout, 1.0, 86400.0)
         model = local_folder(model, progress=progress)
         self.model_config = read_model_config(model)
+        self.options = options = with_loras(self.model_config, options)
         about_heads = ""
         if options.has_automatic_heads:
             from snapstream.calibration import automatic_heads  # loads torch
@@ -244,7 +246,12 @@ class LLM:
             compressor = draft
         else:
             compressor = PromptCompressor(draft, dtype=self.options.dtype, device=self.options.device)
-        return RequestCompressor(compressor, tokenizer, lambda ids: self.engine_thread.client.num_stored(ids).result())
+
+        def num_stored(ids: tuple[int, ...], lora: str) -> int:
+            namespace = self.config.prefix_namespace("", lora)
+            return self.engine_thread.client.num_stored(ids, namespace).result()
+
+        return RequestCompressor(compressor, tokenizer, num_stored)
 
     def _need_compressor(self, compression: PromptCompression) -> RequestCompressor:
         as_kind("prompt_compression", compression, PromptCompression)
@@ -252,24 +259,26 @@ class LLM:
             raise ValueError("prompt_compression needs a draft model; make the LLM with draft=...")
         return self._compressor
 
-    def _encode(self, prompt: str | list[int], compression: PromptCompression | None) -> dict[str, Any]:
+    def _encode(self, prompt: str | list[int], compression: PromptCompression | None, lora: str) -> dict[str, Any]:
         """Fields of a ``Request``."""
         if compression is not None:
-            return _fields(self._need_compressor(compression).prompt(prompt, compression))
+            return _fields(self._need_compressor(compression).prompt(prompt, compression, lora))
         if not isinstance(prompt, str):
             return {"prompt_token_ids": tuple(prompt)}
         return {"prompt_token_ids": tuple(self._need_tokenizer("text")(prompt)["input_ids"]), "prompt": prompt}
 
-    def _encode_chat(self, messages: Sequence[Message], compression: PromptCompression | None) -> dict[str, Any]:
+    def _encode_chat(
+        self, messages: Sequence[Message], compression: PromptCompression | None, lora: str
+    ) -> dict[str, Any]:
         if compression is not None:
-            return _fields(self._need_compressor(compression).chat(messages, compression, self._render_chat))
+            return _fields(self._need_compressor(compression).chat(messages, compression, self._render_chat, lora))
         return {"prompt_token_ids": tuple(self.chat_token_ids(messages))}
 
     def _requests(
         self,
         prompts: Sequence[T],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        encode: Callable[[T, PromptCompression | None], dict[str, Any]],
+        encode: Callable[[T, PromptCompression | None, str], dict[str, Any]],
         *,
         budget: Budget | None = None,
         selector: str | Selector | None = None,
@@ -277,6 +286,7 @@ class LLM:
         lora: str = "",
     ) -> list[Request]:
         own = None if selector is None else make_selector(selector)
+        self.config.adapter(lora)
         row = None
         if budget is not None:
             row = resolve_budget(budget, self.config.max_model_len, (own or self.config.selector).observation_len)
@@ -289,7 +299,7 @@ class LLM:
                     budget=row,
                     selector=own,
                     lora=lora,
-                    **encode(prompt, prompt_compression),
+                    **encode(prompt, prompt_compression, lora),
                 )
                 for prompt, sampling in each
             ]

@@ -48,7 +48,7 @@ ENGINE = Flags(
         "max_model_len": "Prompt and output tokens. Default: what the tests need.",
         "budget": "Slots of a row, or 'full'. At most max_model_len.",
     },
-    without=("max_waiting", "local_ranks", "master_addr", "prefix_store", "prefix_dir", "prefix_disk"),
+    without=("max_waiting", "local_ranks", "master_addr", "prefix_store", "prefix_dir", "prefix_disk", "loras"),
     aliases=ENGINE_ALIASES,
 )
 TESTS = Flags(

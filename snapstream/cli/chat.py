@@ -56,6 +56,7 @@ ENGINE = Flags(
     words={
         "budget": "Slots of the row, or 'full'; /budget sets less. At most max_model_len.",
         "max_rows": "Rows to allocate; auto: as many as fit. A conversation uses one.",
+        "loras": "LoRA adapter that answers, in PEFT's format: folder or hub id.",
         "prefix_store": "Host memory for the conversation so far, so that a message computes only what is new; auto: a "
         "part of what is free, 0: none.",
     },
@@ -251,7 +252,7 @@ class Conversation:
             raise ValueError(f"the conversation has {len(ids):,} tokens; the limit is {most:,}: use /clear")
         params = replace(self._params, max_tokens=min(self._max_tokens or left, left))
         shown = _Shown(self._splitter(ids), self._out, hides_reasoning=self.hides_reasoning)
-        stream = self._llm.stream(ids, params, budget=self.budget)
+        stream = self._llm.stream(ids, params, budget=self.budget, lora=self._llm.config.only_lora)
         output: RequestOutput | None = None
         try:
             for output in stream:

@@ -110,6 +110,8 @@ OTHER_FLAGS = {
     "--max-num-batched-tokens": "use --chunk-len N",
     "--enable-chunked-prefill": "prompts are always prefilled in chunks, see --chunk-len",
     "--stream-interval": "use --stream-interval-ms, a time in place of a number of tokens",
+    "--enable-lora": "use --lora NAME=PATH, once for each adapter",
+    "--lora-modules": "use --lora NAME=PATH, once for each adapter",
     "--block-size": "rows are not paged; --budget N is the size of a row",
     "--enforce-eager": "use --executor eager",
     "--pipeline-parallel-size": "use --tensor-parallel N",

@@ -51,6 +51,7 @@ ENGINE = Flags(
     words={
         "budget": "Slots of the row, or 'full'. At most max_model_len.",
         "max_rows": "Rows to allocate; auto: as many as fit. One prompt uses one.",
+        "loras": "LoRA adapter that answers, in PEFT's format: folder or hub id.",
     },
     without=("max_waiting",),
     aliases=ONE_SEQUENCE_ALIASES,
@@ -152,7 +153,7 @@ def stream_answer(
     output: RequestOutput | None = None
     num_printed, code = 0, 0
     try:
-        for output in llm.stream(prompt, params):
+        for output in llm.stream(prompt, params, lora=llm.config.only_lora):
             if not as_json:
                 out.write(output.text[num_printed:])
                 out.flush()

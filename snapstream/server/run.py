@@ -86,6 +86,8 @@ def transfer_settings(options: ServeOptions) -> TransferSettings | None:
 
 def engine_options(options: ServeOptions, engine: EngineOptions) -> EngineOptions:
     """The engine's options, without those that the role does not use."""
+    if engine.loras and options.role != "both":
+        raise ValueError(f"--lora: engines that transfer KV have no adapters, and --role is {options.role}")
     if options.role == "prefill" and options.draft is not None:
         raise ValueError(
             "--draft compresses prompts where clients send them; give it to the servers with --role decode"
@@ -101,6 +103,8 @@ def prepare(model: Path, engine: EngineOptions, options: ServeOptions) -> tuple[
     """The engine's and the API's part of what a user gave. ValueError for what does not fit together."""
     engine = engine_options(options, engine)
     transfer = transfer_settings(options)
+    if twice := [own for own in engine.lora_names if own in options.names_of(model)]:
+        raise ValueError(f"--lora {twice[0]}: the model is served under that name; name the adapter NAME=PATH")
     settings = ServerSettings.of(
         options,
         api_keys=all_keys(options.api_keys, options.api_key_file),

@@ -630,41 +630,43 @@ class RequestCompressor:
         self,
         compressor: PromptCompressor,
         tokenizer: PreTrainedTokenizerBase,
-        num_stored: Callable[[tuple[int, ...]], int],
+        num_stored: Callable[[tuple[int, ...], str], int],
     ) -> None:
-        """``num_stored``: tokens of a prompt that the engine's prefix store would give back."""
+        """``num_stored``: tokens of a prompt that the engine's prefix store would give back, for an adapter or ""."""
         self.compressor, self._tokenizer, self._num_stored = compressor, tokenizer, num_stored
         self._sticky = StickyCompressor(compressor)
 
-    def prompt(self, prompt: str | Sequence[int], how: PromptCompression) -> CompressedPrompt:
-        """A plain prompt, which must be a text."""
+    def prompt(self, prompt: str | Sequence[int], how: PromptCompression, lora: str = "") -> CompressedPrompt:
+        """A plain prompt, which must be a text, for an adapter or ""."""
         if how.sticky:
             raise ValueError("sticky is for conversations; this prompt is none")
         if not isinstance(prompt, str):
             raise ValueError("the prompt is token ids; prompt compression needs its text")
-        if (whole := self._stored(self._tokenizer(prompt)["input_ids"], how, prompt)) is not None:
+        if (whole := self._stored(self._tokenizer(prompt)["input_ids"], how, lora, prompt)) is not None:
             return whole
         result = self._as_text(prompt, how)
         assert result.text is not None
         ids = self._tokenizer(result.text)["input_ids"]
         return CompressedPrompt(token_ids=tuple(ids), report=result.report.summary(), text=result.text)
 
-    def chat(self, messages: Messages, how: PromptCompression, render: Render) -> CompressedPrompt:
+    def chat(self, messages: Messages, how: PromptCompression, render: Render, lora: str = "") -> CompressedPrompt:
         """A conversation; ``render`` applies the target's chat template."""
         text = render(messages)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        if (whole := self._stored(ids, how)) is not None:
+        if (whole := self._stored(ids, how, lora)) is not None:
             return whole
         result = self._sticky.compress(messages, how, self._tokenizer) if how.sticky else self._as_text(messages, how)
         assert result.messages is not None
         ids = self._tokenizer(render(result.messages), add_special_tokens=False)["input_ids"]
         return CompressedPrompt(token_ids=tuple(ids), report=result.report.summary())
 
-    def _stored(self, ids: Sequence[int], how: PromptCompression, text: str | None = None) -> CompressedPrompt | None:
+    def _stored(
+        self, ids: Sequence[int], how: PromptCompression, lora: str, text: str | None = None
+    ) -> CompressedPrompt | None:
         """A prompt as it is, where ``why_uncompressed`` says so."""
         if how.keep is None:
             return None
-        num_stored, threshold = self._num_stored(tuple(ids)), self.compressor.protection.threshold
+        num_stored, threshold = self._num_stored(tuple(ids), lora), self.compressor.protection.threshold
         reason = why_uncompressed(len(ids), num_stored, how, threshold)
         if not reason:
             return None

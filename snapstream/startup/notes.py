@@ -7,7 +7,7 @@ from snapstream.config.values import format_bytes
 from snapstream.exec.executors import FALLBACK, executor_of, preferred_executor
 from snapstream.models.registry import kv_spec_of
 from snapstream.plan.fit import why_no_store
-from snapstream.plan.memory import engine_memory, prefix_store_bytes, speculator_memory
+from snapstream.plan.memory import adapter_bytes, engine_memory, prefix_store_bytes, speculator_memory
 from snapstream.startup.build import threads_of_rank
 from snapstream.startup.measure import describe_prefill
 
@@ -26,7 +26,7 @@ def start_notes(model: ModelConfig, options: EngineOptions, config: EngineConfig
             f"{describe_prefill(model, config)} (--prefill-attention)",
             describe_indexer(model, config),
         ),
-        (describe_speculator(config), describe_store(model, options, config)),
+        (describe_speculator(config), describe_store(model, options, config), describe_adapters(config)),
     )
     joined = ("; ".join(part for part in line if part) for line in lines)
     return tuple(line for line in joined if line)
@@ -101,8 +101,14 @@ def describe_decode(model: ModelConfig, options: EngineOptions, config: EngineCo
     if options.executor is not None or config.executor != FALLBACK:
         return ""
     preferred = executor_of(preferred_executor(config.device))
-    problem = preferred.why_not(model, config) or preferred.problem_here(config.parallel.ranks_here)
+    problem = preferred.problem(model, config) or preferred.problem_here(config.parallel.ranks_here)
     return f"decode: {FALLBACK}, because {problem}"
+
+
+def describe_adapters(config: EngineConfig) -> str:
+    """LoRA adapters, if there are any."""
+    names = ", ".join(own.name for own in config.loras)
+    return names and f"LoRA adapters: {names}, {format_bytes(adapter_bytes(config))} (--lora)"
 
 
 def describe_speculator(config: EngineConfig) -> str:

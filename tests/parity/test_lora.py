@@ -6,18 +6,28 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from snapstream.config import KVBudget, PrefixStoreConfig
+from snapstream.config.values import num_cores
+from snapstream.exec.executors import looped_workspace, max_batch
+from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
+from snapstream.plan.memory import adapter_bytes, engine_memory
+from snapstream.startup.build import make_connector
 from snapstream.types import SamplingParams
 from tests.parity.checkpoints import VOCAB, greedy, make_model, save
+from tests.waiting import until
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SETTINGS: dict[str, Any] = {"budget": "full", "max_model_len": 128, "max_rows": 4, "chunk_len": 16, "progress": False}
@@ -114,3 +124,146 @@ def test_answers_equal_merged_weights(name: str, executor: str, tmp_path: Path) 
     assert found == [greedy(models[lora], prompt, 12) for lora, prompt in asked]
     with LLM(folder, executor=executor, **SETTINGS) as llm:
         assert answers(llm, [("", asked[1][1])]) == [found[1]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A checkpoint and two adapters."""
+    root, model = tmp_path_factory.mktemp("lora"), make_model("llama-gqa-tied")
+    adapters = {name: write_adapter(root / name, model, seed) for seed, name in enumerate(("first", "second"), start=1)}
+    return save(model, root / "model"), adapters
+
+
+Adapted = tuple[Path, dict[str, Path]]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights": "int8"}, {"weights": "int4"}, {"weights": "bfloat16"}, {"weights": "int8", "executor": "eager"},
+        {"dtype": "bfloat16", "executor": "eager"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_batches_over_low_precision(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A request's answer does not depend on the others, and one without an adapter not on there being any."""
+    model = make_model("qwen3", hidden_size=64, intermediate_size=96, head_dim=32)
+    folder = save(model, tmp_path / "model")
+    adapter = write_adapter(tmp_path / "lora", model, 1, r=33, lora_alpha=99)
+    asked = [(lora, ids(length, length)) for lora, length in (("a", 7), ("", 30), ("a", 12), ("", 3))]
+    exact = replace(GREEDY, logprobs=0)
+    with LLM(folder, loras={"a": adapter}, **SETTINGS | settings) as llm:
+        found = answers(llm, asked)
+        assert [answers(llm, [one])[0] for one in asked] == found
+        scored = llm.answer([llm.requests([prompt], exact, lora=lora)[0] for lora, prompt in asked])
+    with LLM(folder, **SETTINGS | settings) as llm:
+        without = llm.generate([prompt for _, prompt in asked], exact)
+    is_same = [own.logprobs == other.logprobs for own, other in zip(scored, without, strict=True)]
+    assert is_same == [False, True, False, True]
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+def test_the_memory_is_what_the_plan_says(executor: str, llama: Adapted) -> None:
+    folder, adapters = llama
+    with LLM(folder, executor=executor, loras=adapters, **SETTINGS) as llm:
+        runner: Any = llm.engine.runner
+        assert runner.decoder.adapters.num_bytes == adapter_bytes(llm.config) > 0
+        memory = engine_memory(llm.model_config, llm.config)
+        assert memory.total_bytes - engine_memory(llm.model_config, replace(llm.config, loras=())).total_bytes >= (
+            memory.adapter_bytes
+        )
+        assert "of LoRA adapters" in memory.describe() and any("first, second" in note for note in llm.notes)
+        if executor == "looped":
+            planned = looped_workspace(llm.model_config, llm.config, num_cores())
+            most = planned.scratch_bytes + max_batch(llm.config) * planned.entry_bytes
+            assert runner.decode.engine.workspace_bytes <= most
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+def test_drafts_are_verified_with_the_adapter(executor: str, llama: Adapted) -> None:
+    """The same tokens are drawn with and without drafts from a prediction."""
+    folder, adapters = llama
+    asked = [(lora, ids(6, 5) * 5) for lora in ("first", "", "second", "first")]
+    params = [SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)] * len(asked)
+    found, accepted = [], 0
+    for most in (0, 4):
+        with LLM(folder, executor=executor, loras=adapters, num_speculative_tokens=most, **SETTINGS) as llm:
+            each = zip(asked, params, strict=True)
+            outputs = llm.answer([llm.requests([prompt], own, lora=lora)[0] for (lora, prompt), own in each])
+        accepted += sum(output.timings.accepted_tokens for output in outputs)
+        found.append([list(output.token_ids) for output in outputs])
+        params = [replace(own, prediction=tuple(tokens)) for own, tokens in zip(params, found[0], strict=True)]
+    assert found[0] == found[1] and found[0][0] == found[0][3] != found[0][1] != found[0][2]
+    assert accepted > 20
+
+
+def test_stored_prefixes_are_never_shared(llama: Adapted, tmp_path: Path) -> None:
+    """Each adapter and the base find their own blocks alone, also on disk, where the content of an adapter counts."""
+    folder, adapters = llama
+    store = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8)
+    settings = SETTINGS | {"prefix_store": store, "prefix_dir": tmp_path / "store"}
+    prompt = ids(60, 9)
+
+    def ask(llm: LLM, lora: str) -> tuple[int, list[int]]:
+        output = llm.generate([prompt], GREEDY, lora=lora)[0]
+        return output.cached_tokens, list(output.token_ids)
+
+    with LLM(folder, loras=adapters, **SETTINGS) as llm:
+        cold = {lora: answers(llm, [(lora, prompt)])[0] for lora in ("", "first", "second")}
+    with LLM(folder, loras=adapters, **settings) as llm:
+        for lora in ("", "first", "second"):
+            assert ask(llm, lora) == (0, cold[lora])
+        for lora in ("second", "", "first"):
+            cached, answer = ask(llm, lora)
+            assert cached >= 24 and answer == cold[lora]
+    swapped = {"first": adapters["second"], "renamed": adapters["first"]}
+    shutil.copytree(adapters["first"], tmp_path / "changed")
+    write_adapter(tmp_path / "changed", make_model("llama-gqa-tied"), 7)
+    with LLM(folder, loras={**swapped, "changed": tmp_path / "changed"}, **settings) as llm:
+        for lora, other in (("first", "second"), ("renamed", "first"), ("", "")):
+            cached, answer = ask(llm, lora)
+            assert cached >= 24 and answer == cold[other]
+        assert ask(llm, "changed")[0] == 0
+        assert llm.reset_prefix_store() > 0
+        assert ask(llm, "first") == (0, cold["second"])
+
+
+def test_idle_prefill_keeps_the_adapter(llama: Adapted) -> None:
+    """A conversation whose row lost tokens is prefilled again with its adapter."""
+    folder, adapters = llama
+    store = PrefixStoreConfig(num_bytes=2**20, block_len=8, min_tokens=8)
+    budget = KVBudget(num_sink=2, num_topk=14, num_recent=16)
+    settings = SETTINGS | {"budget": budget, "selector": SnapKV(observation_len=4), "prefix_store": store}
+    with LLM(folder, loras=adapters, **settings) as llm:
+        first = llm.generate([ids(40, 9)], GREEDY, lora="first")[0]
+        following = [*ids(40, 9), *first.token_ids, *ids(9, 4)]
+        until(lambda: llm.engine_thread.client.num_stored(
+            tuple(following), llm.config.prefix_namespace("", "first")).result() >= 24)  # fmt: skip
+        assert llm.engine_thread.client.num_stored(tuple(following)).result() == 0
+        second = llm.generate([following], GREEDY, lora="first")[0]
+        assert second.cached_tokens >= 40
+    with LLM(folder, loras=adapters, **SETTINGS | {"budget": budget, "selector": SnapKV(observation_len=4)}) as llm:
+        assert list(llm.generate([following], GREEDY, lora="first")[0].token_ids) == list(second.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"tensor_parallel": 2}, "2 adapters are given, and tensor_parallel is 2"),
+        ({"tensor_parallel": 2, "attention": "dp"}, "2 adapters are given, and tensor_parallel is 2"),
+        ({"executor": "graph"}, "LoRA adapters are given, which its steps do not apply"),
+    ],
+)
+def test_engines_that_have_no_adapters(settings: dict[str, Any], reason: str, llama: Adapted) -> None:
+    with pytest.raises(ValueError, match=reason):
+        LLM(llama[0], loras=llama[1], **SETTINGS | settings)
+
+
+def test_unknown_names(llama: Adapted) -> None:
+    with LLM(llama[0], loras=llama[1], **SETTINGS) as llm:
+        with pytest.raises(ValueError, match="lora is 'third'; the adapters of this engine: first, second"):
+            llm.generate([ids(5, 5)], lora="third")
+        with pytest.raises(ValueError, match="first, second are given; one answers here"):
+            _ = llm.config.only_lora
+        with pytest.raises(ValueError, match="engines that transfer KV have none"):
+            make_connector(llama[0], llm.model_config, llm.config, Mock(), lambda: None)

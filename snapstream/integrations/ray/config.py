@@ -126,6 +126,8 @@ class DeployConfig(ListenOptions):
                 f"engine: master_addr is {self.engine.master_addr!r} and local_ranks {self.engine.local_ranks}; "
                 "Ray decides on which machine a replica runs, and all ranks of it run there"
             )
+        if self.engine.loras:
+            raise ValueError(f"engine: loras: {len(self.engine.loras)} adapters are given; a deployment serves none")
         if self.engine.prefix_dir is not None and (self.prefill or self.decode).most > 1:
             raise ValueError("engine: prefix_dir is one folder, and one engine at a time may use it")
         if self.prefill is not None:

@@ -111,6 +111,11 @@ class ModelMetadata(EngineMetadata):
         return self.names[0]
 
     @property
+    def loras(self) -> tuple[str, ...]:
+        """Names of adapters."""
+        return tuple(own.name for own in self.engine.loras)
+
+    @property
     def fingerprint(self) -> str:
         """Hash of model, version and engine settings; if it changes, answers may change."""
         model = self.architecture

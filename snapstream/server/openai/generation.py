@@ -274,7 +274,8 @@ async def run_prompts(
     At most as many prompts as there are rows are submitted at a time: more would only fill the queue for other
     requests. Closing or cancelling it closes every engine iterator, which frees every row.
     """
-    requests = [replace(request, namespace=context.namespace) for request in requests]
+    lora = server.lora_of(context)
+    requests = [replace(request, namespace=context.namespace, lora=lora) for request in requests]
     if len(requests) == 1:  # the common case needs no tasks
         async with aclosing(_run(server, requests[0], context.arrived_at)) as deltas:
             async for delta in deltas:
@@ -387,7 +388,7 @@ async def prepare_chat(server: ServerState, body: ChatBody, kind: str, context: 
         await server.require_grammar(plan.grammar, plan.grammar_param)
     report = None
     if compression is not None:
-        report = await left_uncompressed(server, body, compression, context.namespace, has_tools=plan.has_tools)
+        report = await left_uncompressed(server, body, compression, context, has_tools=plan.has_tools)
         if report is None:
             messages, tools = await server.prompts.conversation(body.messages), template_tools(body.tools)
             messages, report = await server.compression.compress(
@@ -430,7 +431,7 @@ async def prompt_ids(server: ServerState, body: TemplateOptions) -> tuple[int, .
 
 
 async def left_uncompressed(
-    server: ServerState, body: ChatBody, compression: PromptCompression, namespace: str, *, has_tools: bool
+    server: ServerState, body: ChatBody, compression: PromptCompression, context: AnswerContext, *, has_tools: bool
 ) -> CompressionSummary | None:
     """Why a conversation stays uncompressed: most of it is in the prefix cache. None where it does not.
 
@@ -442,6 +443,7 @@ async def left_uncompressed(
         ids = (await server.prompts.chat(body, server.metadata.max_model_len, has_tools=has_tools)).ids
     except ApiError:
         return None
+    namespace = server.metadata.engine.prefix_namespace(context.namespace, server.lora_of(context))
     num_stored = await server.engine.num_stored(ids, namespace)
     reason = why_uncompressed(len(ids), num_stored, compression, server.compression.threshold)
     return uncompressed(reason) if reason else None

@@ -480,7 +480,7 @@ def openai_routes(server: ServerState) -> APIRouter:
 
     @router.get("/v1/models", responses=answers(protocol.MODELS))
     async def models() -> Response:
-        names = server.metadata.names
+        names = (*server.metadata.names, *server.metadata.loras)
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}  # the members of Anthropic's list
         return JSONResponse({"object": "list", "data": [_model(server, name) for name in names], **ends})
 
@@ -542,7 +542,7 @@ def _model(server: ServerState, name: str) -> dict[str, Any]:
         "created_at": datetime.fromtimestamp(metadata.created, UTC).isoformat().replace("+00:00", "Z"),
         "owned_by": "snapstream",
         "root": metadata.name,
-        "parent": None,
+        "parent": metadata.name if name in metadata.loras else None,
         "max_model_len": metadata.max_model_len,
         "snapstream": _limits(server),
     }

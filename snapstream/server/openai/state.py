@@ -179,6 +179,7 @@ class AnswerContext(RequestContext):
     usage: Usage | None = None
     caller: bytes = b""
     namespace: str = ""  # of the prefix store: the callers that share prefixes
+    model: Any = None  # as the body names it; not checked yet
 
     def fields(self, status: int, reason: str) -> dict[str, Any]:
         usage, end, ttft_ms = self.usage, reason, None
@@ -303,9 +304,13 @@ class ServerState(Admission):
         """The served name that a request means."""
         if name is None:
             return self.metadata.name
-        if name not in self.metadata.names:
+        if name not in (*self.metadata.names, *self.metadata.loras):
             raise ApiError(404, f"The model {name!r} does not exist.", param="model", code="model_not_found")
         return name
+
+    def lora_of(self, context: AnswerContext) -> str:
+        """The adapter that a request names as its model; "" if none."""
+        return next((name for name in self.metadata.loras if name == context.model), "")
 
     async def require_grammar(self, grammar: Grammar, param: str) -> None:
         """400 unless it compiles within the limits of ``GrammarChecker``, 429 if too many wait."""
@@ -333,7 +338,7 @@ class ServerState(Admission):
 
         async def watched() -> Response:
             data = {} if request.method == "GET" else await self.read_object(request, context)
-            context.namespace = self.namespace(request, data.get(SALT))
+            context.namespace, context.model = self.namespace(request, data.get(SALT)), data.get("model")
             return await run_until_disconnect(request.receive, work(data, context))
 
         return await self.handle(context, watched)
