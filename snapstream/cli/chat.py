@@ -56,7 +56,7 @@ ENGINE = Flags(
     words={
         "budget": "Slots of the row, or 'full'; /budget sets less. At most max_model_len.",
         "max_rows": "Rows to allocate; auto: as many as fit. A conversation uses one.",
-        "loras": "LoRA adapter that answers, in PEFT's format: folder or hub id.",
+        "loras": "LoRA adapter of PEFT that answers: folder or hub id.",
         "prefix_store": "Host memory for the conversation so far, so that a message computes only what is new; auto: a "
         "part of what is free, 0: none.",
     },

@@ -51,7 +51,7 @@ ENGINE = Flags(
     words={
         "budget": "Slots of the row, or 'full'. At most max_model_len.",
         "max_rows": "Rows to allocate; auto: as many as fit. One prompt uses one.",
-        "loras": "LoRA adapter that answers, in PEFT's format: folder or hub id.",
+        "loras": "LoRA adapter of PEFT that answers: folder or hub id.",
     },
     without=("max_waiting",),
     aliases=ONE_SEQUENCE_ALIASES,

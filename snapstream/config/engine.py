@@ -487,8 +487,7 @@ class EngineOptions(Settings):
     )
     loras: tuple[Any, ...] = setting(  # becomes (name, path), or Adapter once it is read
         (),
-        "LoRA adapter in PEFT's format (folder or hub id), which requests name as their model; repeatable. Default "
-        "name: the folder's.",
+        "LoRA adapter of PEFT (folder or hub id) that requests name as their model; repeatable.",
         metavar="NAME=PATH",
         flag="--lora",
     )

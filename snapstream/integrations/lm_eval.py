@@ -60,6 +60,7 @@ class SnapstreamLM(TemplateLM):
             raise ValueError(f"too_long is {too_long!r}; it must be 'refuse' or 'middle'")
         settings = {"budget": "full", "device": device or "cpu", **settings}
         self._llm = LLM(pretrained, progress=False, **settings)
+        self._lora = self._llm.config.only_lora
         if self._llm.tokenizer is None:
             raise ValueError(f"{pretrained} has no tokenizer; the harness sends text")
         self.tokenizer = self._llm.tokenizer
@@ -114,7 +115,7 @@ class SnapstreamLM(TemplateLM):
                 self._fitted(self.tok_encode(request.args[0]), own.max_tokens)
                 for request, own in zip(batch, params, strict=True)
             ]
-            outputs = self._llm.generate(prompts, params)
+            outputs = self._llm.generate(prompts, params, lora=self._lora)
             for request, output in zip(batch, outputs, strict=True):
                 texts.append(output.text)
                 self.cache_hook.add_partial("generate_until", request.args, output.text)
@@ -144,7 +145,8 @@ class SnapstreamLM(TemplateLM):
             prompts = []
             for _, context, continuation in batch:
                 prompts.append([*self._fitted(context, len(continuation) + params.max_tokens), *continuation])
-            for (texts, _, continuation), output in zip(batch, self._llm.generate(prompts, params), strict=True):
+            outputs = self._llm.generate(prompts, params, lora=self._lora)
+            for (texts, _, continuation), output in zip(batch, outputs, strict=True):
                 results.append(_score(output, len(continuation)))
                 if texts[0]:
                     self.cache_hook.add_partial("loglikelihood", texts, results[-1])

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from snapstream.config import EngineOptions, ModelConfig
 from snapstream.config.engine import Adapter
+from snapstream.config.model import Multipliers
 from snapstream.models.config_json import flag, number, read_object, whole_number
 from snapstream.models.hub import local_folder
 from snapstream.models.registry import FAMILIES, own_name, tensor_specs
@@ -156,6 +157,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield "its layers are of a class of their own"
     if model.has_norm_biases:
         yield "its norms have biases, which are part of the next product"
+    if model.has_parallel_recurrence and model.multipliers == Multipliers():  # as GGUF files of Falcon-H1
+        yield "the multipliers of its projections are part of its weights"
 
 
 def _settings_problems(settings: Mapping[str, Any]) -> Iterator[str]:

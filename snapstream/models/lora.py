@@ -128,7 +128,7 @@ class AdaptedMatrix(Matrix):
     ) -> Tensor:  # fmt: skip
         """Of tokens without an adapter as the base computes it, which may be one call for both products."""
         assert isinstance(down, AdaptedMatrix), "both have adapters around them, or neither"
-        if not self._adapters.groups:
+        if not self._own() and not down._own():
             return self.base.swiglu(down.base, given, biases, kernels, activation)
         whole = super().swiglu
         if not self.base.is_batch_invariant:
@@ -168,20 +168,16 @@ def load_adapters(
 
     for index, adapter in enumerate(adapters, start=1):
         folder = Path(adapter.folder)
-        pairs = read_pairs(adapter.name, folder, model)
+        pairs = groupby(read_pairs(adapter.name, folder, model), key=lambda pair: pair.projection[:2])
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-            for (layer, product), own in groupby(
-                pairs, key=lambda pair: (pair.projection.layer, pair.projection.product)
-            ):
+            for (layer, product), own in pairs:
                 downs, ups = [], []
                 for pair in own:
                     down, up = (file.get_tensor(name).to(torch.float32) for name in pair.names)
-                    up = _as_stored(up * pair.scale, pair).to(dtype)
-                    for name, numbers in zip(pair.names, (down.to(dtype), up), strict=True):
-                        if not bool(numbers.isfinite().all()):
-                            raise ValueError(
-                                f"lora {adapter.name!r}: {name} has numbers that are not finite in {dtype}"
-                            )
+                    down, up = down.to(dtype), _as_stored(up * pair.scale, pair).to(dtype)
+                    if not bool(down.isfinite().all() and up.isfinite().all()):
+                        names = " or ".join(pair.names)
+                        raise ValueError(f"lora {adapter.name!r}: numbers of {names} are not finite in {dtype}")
                     downs.append(down)
                     ups.append((pair.projection.first, matrix(up)))
                 products[index, layer, product] = LowRank(matrix(torch.cat(downs)), ups)

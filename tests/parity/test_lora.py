@@ -23,9 +23,12 @@ from snapstream.config.values import num_cores
 from snapstream.exec.executors import looped_workspace, max_batch
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.llm import LLM
+from snapstream.models.registry import read_model_config
 from snapstream.plan.memory import adapter_bytes, engine_memory
 from snapstream.startup.build import make_connector
 from snapstream.types import SamplingParams
+from tests.gguf_files import MODELS as MODELS_IN_GGUF
+from tests.gguf_files import write_gguf
 from tests.parity.checkpoints import VOCAB, greedy, make_model, save
 from tests.waiting import until
 
@@ -103,6 +106,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "mimo-v2": {"targets": ("q_proj", "v_proj", "o_proj")},
     "falcon-h1": {"targets": ("q_proj", "gate_proj", "down_proj")},
     "muse-glimmer": {"targets": ALL, "layers": r"language_model\.layers\.\d+\.(self_attn|mlp)"},
+    "gemma4-shared": {"targets": ("q_proj", "k_proj", "o_proj", "down_proj"), "layers": r"\d+\.(self_attn|mlp)"},
     "arcee": {"targets": ("up_proj", "down_proj")},
 }
 
@@ -132,6 +136,21 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pat
     root, model = tmp_path_factory.mktemp("lora"), make_model("llama-gqa-tied")
     adapters = {name: write_adapter(root / name, model, seed) for seed, name in enumerate(("first", "second"), start=1)}
     return save(model, root / "model"), adapters
+
+
+@pytest.mark.parametrize("executor", ["eager", "looped"])
+def test_a_gguf_file_has_the_adapters_of_its_checkpoint(executor: str, tmp_path: Path) -> None:
+    """Its rows of queries and keys lie in another order, in which pairs of neighbors are rotated."""
+    model = make_model("llama-gqa-tied", **MODELS_IN_GGUF["llama-gqa-tied"])
+    folder = save(model, tmp_path / "model")
+    file, adapter = (
+        write_gguf(folder, tmp_path / "model.gguf"),
+        write_adapter(tmp_path / "lora", model, 1, lora_alpha=20),
+    )
+    changed, prompt = merged(model, adapter), ids(21, 3)
+    with LLM(file, executor=executor, loras={"a": adapter}, **SETTINGS | {"kv_dtype": "float32"}) as llm:
+        assert read_model_config(file).rope.is_interleaved and not read_model_config(folder).rope.is_interleaved
+        assert answers(llm, [("a", prompt), ("", prompt)]) == [greedy(own, prompt, 12) for own in (changed, model)]
 
 
 Adapted = tuple[Path, dict[str, Path]]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import transformers
 
+from benchmarks.server_process import served
 from snapstream.assets import TINY_DRAFT_MODEL, TINY_MODEL
 from snapstream.config import EngineOptions
 from snapstream.llm import LLM
@@ -23,6 +24,7 @@ from snapstream.types import SamplingParams
 from tests.parity.test_lora import write_adapter
 from tests.server.app_client import AppClient
 from tests.server.local_engine import LocalEngine
+from tests.waiting import HTTP
 
 NAMES = ("tiny", "poet", "org/lawyer")
 ASKED = [{"role": "user", "content": "The code for amber"}]
@@ -90,6 +92,16 @@ def test_all_apis(llm: LLM) -> None:
         await engine.shutdown(0)
 
     asyncio.run(run())
+
+
+def test_the_command(adapters: dict[str, Path], tmp_path: Path) -> None:
+    """The engine process has the adapters, too."""
+    options = [word for name, folder in adapters.items() for word in ("--lora", f"{name}={folder}")]
+    body = {"prompt": "amber", "max_tokens": 8, "temperature": 0}
+    with served([*options, "--max-rows", "2", "--served-model-name", "tiny"], tmp_path / "log") as server:
+        answers = [HTTP.post(f"{server.url}/v1/completions", json=body | {"model": name}).json() for name in NAMES]
+        assert len({own["choices"][0]["text"] for own in answers}) == 3
+        assert "LoRA adapters: poet, org/lawyer" in server.log.read_text()
 
 
 def test_prompt_compression(adapters: dict[str, Path]) -> None:

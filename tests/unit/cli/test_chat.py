@@ -64,7 +64,7 @@ class FakeLLM:
         return list(range(sum(len(message["content"]) for message in messages)))
 
     def stream(
-        self, prompt: list[int], params: SamplingParams, *, budget: int | None
+        self, prompt: list[int], params: SamplingParams, *, budget: int | None, lora: str
     ) -> Generator[RequestOutput, None, None]:
         self.params = params
         sample = SampleOutput(index=0)

@@ -68,7 +68,7 @@ class FakeLLM:
         self.messages = messages
         return [7, 8, 9]
 
-    def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str | list[int], params: SamplingParams, lora: str) -> Iterator[RequestOutput]:
         sample = SampleOutput(index=0)
         output = RequestOutput(request_id="r", prompt_token_ids=(1, 2, 3), samples=[sample])
         for number, piece in enumerate(self.pieces):
@@ -119,8 +119,8 @@ def test_ctrl_c_before_the_first_token() -> None:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_model_that_fails_ends_with_an_error(as_json: bool) -> None:
     class Failing(FakeLLM):
-        def stream(self, prompt: str | list[int], params: SamplingParams) -> Iterator[RequestOutput]:
-            for output in super().stream(prompt, params):
+        def stream(self, prompt: str | list[int], params: SamplingParams, lora: str) -> Iterator[RequestOutput]:
+            for output in super().stream(prompt, params, lora):
                 output.samples[0].finish_reason = None
                 yield output
             output.samples[0].finish_reason, output.samples[0].stop_reason = FinishReason.ERROR, NOT_FINITE
