@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from snapstream.server.options import ServeOptions, ServerSettings
 from snapstream.server.run import prepare
 from snapstream.spec_prefill.compressor import PromptCompressor
 from snapstream.spec_prefill.settings import PromptCompression, Protection
-from snapstream.types import SamplingParams
+from snapstream.types import Grammar, SamplingParams
 from tests.parity.test_lora import write_adapter
 from tests.server.app_client import AppClient
 from tests.server.local_engine import LocalEngine
@@ -92,6 +93,19 @@ def test_all_apis(llm: LLM) -> None:
         await engine.shutdown(0)
 
     asyncio.run(run())
+
+
+def test_grammars(llm: LLM) -> None:
+    """In one batch with free text, each with its adapter."""
+    free = SamplingParams(max_tokens=12, temperature=0.0)
+    chosen = replace(free, grammar=Grammar.choice(["amber", "granite"]), logprobs=0)
+    asked = [(params, lora) for lora in ("", *NAMES[1:]) for params in (free, chosen)]
+    requests = [llm.requests(["The code is"], params, lora=lora)[0] for params, lora in asked]
+    outputs = llm.answer(requests)
+    alone = [llm.generate(["The code is"], params, lora=lora)[0] for params, lora in asked]
+    assert [own.token_ids for own in outputs] == [own.token_ids for own in alone]
+    assert all(own.text in ("amber", "granite") for own in outputs[1::2])
+    assert len({str(own.logprobs) for own in outputs[1::2]}) == 3
 
 
 def test_the_command(adapters: dict[str, Path], tmp_path: Path) -> None:
