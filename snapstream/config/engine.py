@@ -596,6 +596,8 @@ class EngineOptions(Settings):
 
 def as_loras(given: Any) -> tuple[Adapter | tuple[str, str], ...]:
     """Adapters of a mapping from names to paths, or of texts ``NAME=PATH`` and ``PATH``. ValueError for equal names."""
+    if not isinstance(given, (Mapping, tuple, list)):
+        raise TypeError(f"loras is {given!r}; it must be a mapping from names to folders")
     found: list[Adapter | tuple[str, str]] = []
     for own in given.items() if isinstance(given, Mapping) else given:
         if isinstance(own, str):

@@ -128,17 +128,23 @@ class AdaptedMatrix(Matrix):
     ) -> Tensor:  # fmt: skip
         """Of tokens without an adapter as the base computes it, which may be one call for both products."""
         assert isinstance(down, AdaptedMatrix), "both have adapters around them, or neither"
+        rest, groups = (biases, kernels, activation), self._adapters.groups
         if not self._own() and not down._own():
-            return self.base.swiglu(down.base, given, biases, kernels, activation)
-        whole = super().swiglu
+            return self.base.swiglu(down.base, given, *rest)
         if not self.base.is_batch_invariant:
-            return whole(down, given, biases, kernels, activation)
+            return super().swiglu(down, given, *rest)
         if isinstance(given, SumNorm) and given.x is not None:
             given = SumNorm(given.residual.add_(given.x), None, given.weight, given.eps)
-        out, others = whole(down, given, biases, kernels, activation), self._adapters.others
-        if not isinstance(others, slice) or others.start < others.stop:
-            own = given[others] if isinstance(given, Tensor) else given._replace(residual=given.residual[others])
-            out[others] = self.base.swiglu(down.base, own, biases, kernels, activation)
+        tokens = given if isinstance(given, Tensor) else given.residual
+        out = tokens.new_empty(len(tokens), down.shape[0])
+        for adapter, place in [*groups, (0, self._adapters.others)]:
+            if not len(own := tokens[place]):
+                continue
+            part = own if isinstance(given, Tensor) else given._replace(residual=own)
+            self._adapters.groups = [(adapter, slice(None))]
+            whole = super().swiglu(down, part, *rest) if adapter else self.base.swiglu(down.base, part, *rest)
+            out[place] = whole
+        self._adapters.groups = groups
         return out
 
     def _own(self) -> list[tuple[int, Place]]:

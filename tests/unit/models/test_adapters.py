@@ -155,8 +155,15 @@ def test_names(given: Any, names: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"), [(("a=x", "y/a"), r"\['a'\] is the name of several"), ({"": "x"}, "the name of 'x' is ''")]
+    ("given", "reason"),
+    [
+        (("a=x", "y/a"), r"\['a'\] is the name of several"),
+        ({"": "x"}, "the name of 'x' is ''"),
+        ({"a": 5}, "the folder of 'a' is 5; it must be a path"),
+        ("a=x", "loras is 'a=x'; it must be a mapping"),
+        (None, "loras is None; it must be a mapping"),
+    ],
 )
 def test_names_that_are_refused(given: Any, reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises((TypeError, ValueError), match=reason):
         EngineOptions(loras=given)

@@ -83,6 +83,7 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
               "original/model.safetensors": b"x", "README.md": b"x"}  # fmt: skip
     Hub.files = {"org/tiny": tiny | others, "org/bin": {"config.json": b"{}", "pytorch_model.bin": b"x"},
                  "org/none": {"README.md": b"x"},
+                 "org/lora": {f"adapter_{name}": b"x" for name in ("config.json", "model.safetensors", "model.bin")},
                  "org/gguf": {"README.md": b"x", **{f"{name}.gguf": b"GGUF" for name in GGUF_FILES}}}  # fmt: skip
     Hub.asked = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -130,6 +131,15 @@ def test_a_file_of_a_repository(hub: dict[str, str]) -> None:
     assert split.with_name("b-00002-of-00002.gguf").is_file()
     assert Path(folder_of("org/gguf:sub/c.gguf", hub)).is_file()
     assert folder_of("org/gguf:a-Q4_0.gguf", hub | {"HF_HUB_OFFLINE": "1"}) == str(one)
+
+
+def test_an_adapter_is_no_model(hub: dict[str, str]) -> None:
+    """It has a config of its own, and files that could be executed are left."""
+    folder = Path(folder_of("org/lora", hub, wanted="adapter_config.json"))
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert folder_of("org/lora", hub).startswith("ValueError: org/lora has no config.json")
+    said = folder_of("org/tiny", hub, wanted="adapter_config.json")
+    assert said.startswith("ValueError: org/tiny has no adapter_config.json")
 
 
 def test_a_plan_reads_the_config_alone(hub: dict[str, str]) -> None:
