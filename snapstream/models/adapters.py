@@ -151,7 +151,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     """Why a model can have no adapters."""
     if model.latent is not None:
         yield "its attention keeps latents"
-    if model.altup is not None:
+    if model.altup is not None or model.hyper is not None:
         yield "it has several residual streams"
     if FAMILIES.get(model.architecture).layer is not None:
         yield "its layers are of a class of their own"

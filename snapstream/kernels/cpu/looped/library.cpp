@@ -89,9 +89,9 @@ int64_t Engine::workspace_floats(const Model& model, const RowTable& rows, int64
 EXPORT const int64_t* looped_struct_bytes() {
     static constexpr int64_t bytes[] = {
         sizeof(Stack), sizeof(LowRank), sizeof(Connection), sizeof(LayerParts), sizeof(Mixture), sizeof(Latent),
-        sizeof(Recurrent), sizeof(Hyper), sizeof(Ranks),
-        sizeof(Model), sizeof(RowTable), sizeof(Step), sizeof(Sampling), sizeof(Draw), sizeof(Prompt),
-        sizeof(Passing), sizeof(Routed), sizeof(Heads), sizeof(Convolving), sizeof(DeltaRule)};
+        sizeof(Recurrent), sizeof(Hyper), sizeof(Ranks), sizeof(Model), sizeof(RowTable), sizeof(Step),
+        sizeof(Sampling), sizeof(Draw), sizeof(Prompt), sizeof(Passing), sizeof(Routed), sizeof(Heads),
+        sizeof(Convolving), sizeof(DeltaRule)};
     return bytes;
 }
 
