@@ -43,8 +43,8 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # that wait for steps in flight (17), rounded inputs of files that mix formats (24), MiniMax M3 and Step 3.5 with
 # clamps of some layers (218), M3's tool calls (66), GGUF of seven more architectures and six tokenizers (123),
 # reasoning between tags of four families (25), GGUF of 16 more families (231, a file), LoRA adapters (674, two files),
-# hyper-connections of Hy V4 and GLM-5.3-Flash, and what ranks did not split (440, files of residual streams, one of them
-# in C++, and of the shapes of recurrent layers).
+# hyper-connections of Hy V4 and GLM-5.3-Flash, and what ranks did not split (440, files of residual streams, one in
+# C++, and of the shapes of recurrent layers).
 # A module with one importer lives in that importer, unless it is an entry point, an optional dependency or an entry of
 # a registry.
 COUNTS = {
