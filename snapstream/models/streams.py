@@ -148,20 +148,20 @@ class Connection:
     def read(self, streams: Tensor) -> Tensor:
         """``[T, SD]`` to ``[T, D]``."""
         shares = self._seen(streams, slice(self._num_streams)).sigmoid_().add_(self._hyper.eps)  # [T, S]
-        return torch.bmm(shares.to(streams.dtype)[:, None], self._apart(streams))[:, 0]
+        return torch.bmm(shares[:, None], self._apart(streams).to(torch.float32))[:, 0].to(streams.dtype)
 
     def add(self, streams: Tensor, output: Tensor) -> None:
         """``output [T, D]`` to the streams, in place; these are still what ``read`` got."""
         count, hyper = self._num_streams, self._hyper
         seen = self._seen(streams, slice(count, None))
         added = seen[:, :count].sigmoid().mul_(hyper.most_added)
-        apart = self._apart(streams)
+        apart, given = self._apart(streams), output.to(torch.float32)[:, None]
         if hyper.iterations:
             mixed = self._balanced(seen[:, count:].unflatten(1, (count, count)))
-            apart.copy_(torch.bmm(mixed.transpose(1, 2).to(streams.dtype), apart))
+            kept = torch.bmm(mixed.transpose(1, 2), apart.to(torch.float32))
+            apart.copy_(kept.addcmul_(added[:, :, None], given))
         else:
-            added.add_(hyper.eps)
-        apart.addcmul_(added.to(streams.dtype)[:, :, None], output[:, None])
+            apart.copy_(torch.addcmul(apart.to(torch.float32), added.add_(hyper.eps)[:, :, None], given))
 
     def _balanced(self, logits: Tensor) -> Tensor:
         """``[T, S, S]`` to matrices whose rows and columns add up to about 1 (Sinkhorn and Knopp)."""

@@ -85,6 +85,10 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     mlp = query_size + (3 if model.moe is None else 4) * hidden + mlp_size(model)
     if model.per_layer_dim:
         mlp += hidden + 4 * model.per_layer_dim  # the embeddings of tokens, for layer 0 and for this one
+    streams = 0
+    if model.hyper is not None:  # in fp32: their norm, or what they become, and unless they are fp32 these; an output
+        streams = 4 * (1 + (dtype != "float32")) * model.stream_size
+        streams += hidden * (4 + 2 * DTYPE_BYTES[dtype]) + query_size * DTYPE_BYTES[dtype]
     recurrent = 0
     if isinstance(net := model.recurrent, Mamba2):  # as projected and convolved; fp32 inputs and outputs of the scan
         own = sum(net.projected) + net.channels + (hidden + query_size if model.has_parallel_recurrence else 0)
@@ -92,7 +96,7 @@ def chunk_bytes(model: ModelConfig, num_tokens: int, dtype: str) -> int:
     elif isinstance(net, DeltaNet):  # the same, with gates and inputs side by side; of KDA a decay per element of a key
         own = hidden + net.projected + 2 * net.channels + 4 * net.value_heads + 3 * net.key_size * bool(net.gate_rank)
         recurrent = own * DTYPE_BYTES[dtype] + 4 * net.channels * (4 if net.gate_rank else 2)
-    return num_tokens * max(max(attention, mlp) * DTYPE_BYTES[dtype], recurrent)
+    return num_tokens * max(max(attention, mlp) * DTYPE_BYTES[dtype], recurrent, streams)
 
 
 @dataclass(frozen=True, kw_only=True)

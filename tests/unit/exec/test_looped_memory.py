@@ -75,6 +75,15 @@ MODELS["gated latents"] = MODELS["latents"] | {
     "first_k_dense_replace": 3, "linear_head_dim": 64, "tie_word_embeddings": False, "num_attention_heads": 7,
     "n_routed_experts": 8, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+# Gates of all numbers of a value, sinks, and hyper-connections; those that mix are in the second.
+MODELS["hyper"] = MODELS["latents"] | {
+    "architectures": ["HYV4ForCausalLM"], "q_lora_rank": 64, "first_k_dense_replace": 8,
+    "hc_mult": 16, "tie_word_embeddings": False,
+}  # fmt: skip
+MODELS["mixed streams"] = MODELS["kda"] | {
+    "architectures": ["Glm5NextForConditionalGeneration"], "q_lora_rank": 64, "qk_rope_head_dim": 0, "hc_mult": 8,
+    "mlp_layer_types": ["dense"] * 5, "layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2,
+}  # fmt: skip
 # Two sizes of heads, shared keys and values, wide MLPs, embeddings for each layer; experts beside every MLP.
 MODELS["shared"] = COMMON | {
     "architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 4, "num_kv_shared_layers": 2, "sliding_window": 512,
@@ -108,7 +117,8 @@ ROWS = 32
 @pytest.mark.parametrize(("name", "width"), [("dense", "float32"), ("dense", "int8"), ("four norms", "float32"),
                                              ("experts", "float32"), ("recurrent", "float32"),
                                              ("single parts", "float32"), ("kda", "float32"),
-                                             ("gated latents", "float32"),
+                                             ("gated latents", "float32"), ("hyper", "float32"), ("hyper", "int8"),
+                                             ("mixed streams", "float32"),
                                              ("side by side", "float32"), ("side by side", "int8"),
                                              ("shared", "float32"), ("shared", "int8"), ("streams", "float32"),
                                              ("streams", "int8"), ("beside", "float32"), ("query heads", "float32"),
@@ -116,7 +126,7 @@ ROWS = 32
                                              ("latents", "int8"), ("wide values", "int8")])  # fmt: skip
 def test_plan_and_engine_agree(name: str, width: str, most_drafted: int) -> None:
     model, formats = model_config_from_dict(MODELS[name]), WeightFormats.of(width)
-    if most_drafted and model.has_uneven_layers:
+    if most_drafted and model.kv_sources is not None:
         pytest.skip("drafts are refused")
     if width == "int8":
         formats = formats.rounding_inputs()
