@@ -61,13 +61,10 @@ class Pair(NamedTuple):
 
 def projections(model: ModelConfig) -> dict[str, Projection]:
     """Those that adapters may have, by the names of their modules in a checkpoint of safetensors."""
-    is_interleaved = FAMILIES.get(
-        model.architecture
-    ).is_interleaved  # GGUF files have the rows of heads in other orders
-    ropes = (None if rope is None else replace(rope, is_interleaved=is_interleaved)
-             for rope in (model.rope, model.window_rope))  # fmt: skip
-    rope, window_rope = ropes
-    assert rope is not None
+    # GGUF files have the rows of heads in other orders.
+    is_interleaved = FAMILIES.get(model.architecture).is_interleaved
+    rope = replace(model.rope, is_interleaved=is_interleaved)
+    window_rope = model.window_rope and replace(model.window_rope, is_interleaved=is_interleaved)
     specs = tensor_specs(replace(model, rope=rope, window_rope=window_rope))
     found: dict[str, Projection] = {}
     num_rows: dict[tuple[int, str], int] = {}  # of matrices of several formats, one below the other
@@ -226,6 +223,9 @@ def _pair(
 def _of_pattern(settings: Mapping[str, Any], pattern: str, path: str, name: str) -> Any:
     """A setting of one module: that of the first key of ``pattern`` that its path ends in, else the general one."""
     for key, value in (settings.get(pattern) or {}).items():
+        # Others could take as good as forever to match, and nobody needs them.
+        if len(re.findall(r"[*+{]", key)) > 4 or re.search(r"\)[*+{]", key):
+            raise ValueError(f"{pattern} has the key {key!r}, which repeats more than 4 times, or a group")
         try:
             if re.match(rf"(.*\.)?({key})$", path):
                 return value

@@ -92,6 +92,8 @@ DORA = f"base_model.model.{Q}.lora_magnitude_vector"
         ({"init_lora_weights": "pissa_niter_4"}, {}, ["init_lora_weights is 'pissa_niter_4'"]),
         ({"rank_pattern": [1]}, {}, [r"rank_pattern is \[1\]"]),
         ({"rank_pattern": {"(": 1}}, {}, [r"the key '\(', no regular expression"]),
+        ({"rank_pattern": {"(q+)+!": 1}}, {}, [r"the key .\(q\+\)\+!., which repeats .* a group"]),
+        ({"alpha_pattern": {".*" * 5: 1}}, {}, ["repeats more than 4 times"]),
         ({"r": "3"}, {}, ["r is '3'"]),
         ({"r": 0}, {}, ["the rank of model.layers.0.self_attn.q_proj is 0", "the rank of .*down_proj is 0"]),
         ({"r": 4096}, {}, ["is 4096; it must be from 1 to 512"]),
