@@ -99,9 +99,12 @@ def test_what_does_not_fit_is_refused_or_loses_its_middle(monkeypatch: pytest.Mo
     ids = lenient.tok_encode(long)
     handed: list[Any] = []
     generate = LLM.generate
-    monkeypatch.setattr(
-        LLM, "generate", lambda own, prompts, *rest: handed.extend(prompts) or generate(own, prompts, *rest)
-    )
+
+    def hand_over(own: LLM, prompts: Any, *rest: Any, **options: Any) -> Any:
+        handed.extend(prompts)
+        return generate(own, prompts, *rest, **options)
+
+    monkeypatch.setattr(LLM, "generate", hand_over)
     assert len(lenient.generate_until([ask(long, {"until": [], "max_gen_toks": 8})])) == 1
     assert handed == [ids[:60] + ids[-60:]]
     with pytest.raises(ValueError, match="too_long"):
