@@ -20,13 +20,13 @@ from snapstream.kernels.triton.dense import overlaps, wait_for_inputs
 
 @triton.jit
 def latent_split_kernel(
-    q_ptr, k_ptr, scale_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, scale_ptr, sinks_ptr, rows_ptr, lengths_ptr, out_ptr, lse_ptr,
     scale_log2,
     stride_q_batch, stride_q_head, stride_row, stride_slot,
     NUM_HEADS: tl.constexpr, HEADS: tl.constexpr,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROPE: tl.constexpr, ROPE_PAD: tl.constexpr,
     BLOCK: tl.constexpr, SPLIT_SLOTS: tl.constexpr, NUM_SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    IS_FP8: tl.constexpr, EARLY: tl.constexpr,
+    IS_FP8: tl.constexpr, HAS_SINKS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One split of a row for ``HEADS`` query heads; writes as ``attention.decode_split_kernel`` does, ``RANK`` wide."""
     wait_for_inputs(EARLY)
@@ -70,6 +70,8 @@ def latent_split_kernel(
         acc = tl.dot(weights.to(c.dtype), c, acc * shrink[:, None], input_precision="ieee")
         best = new_best
 
+    if HAS_SINKS and NUM_SPLITS == 1:  # else the merge adds them
+        total += tl.exp2(tl.load(sinks_ptr + head, mask=is_head, other=0.0) * 1.4426950408889634 - best)
     acc = acc / total[:, None]
     if IS_FP8:
         acc *= tl.load(scale_ptr + row)
@@ -90,20 +92,21 @@ def attend_rows(
     if keep is not None:
         keep(q)
     reference.write_slots(latents, latents, cache, places.rows, places.slots)
-    return decode_attention(q, cache, places.rows, places.lengths)
+    return decode_attention(q, cache, places.rows, places.lengths, norm.sinks)
 
 
-def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor) -> Tensor:
-    """See ``reference.decode_attention``."""
-    return launch_latent_attention(q, cache.k, cache.values.shape[-1], rows, lengths, scales=cache.scales[0])
+def decode_attention(q: Tensor, cache: LayerRows, rows: Tensor, lengths: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """See ``reference.decode_attention``; ``sinks [H]`` fp32."""
+    return launch_latent_attention(q, cache.k, cache.values.shape[-1], rows, lengths, cache.scales[0], sinks)
 
 
 def launch_latent_attention(
-    q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None
-) -> Tensor:
+    q: Tensor, latents: Tensor, rank: int, rows: Tensor, lengths: Tensor, scales: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """``q [B, H, E]`` over ``latents [rows+1, 1, C, E]`` of one layer -> ``[B, H, rank]``.
 
-    The last dimension must be contiguous; every length >= 1. ``scales [rows+1, 1]``: of rows in FP8.
+    The last dimension must be contiguous; every length >= 1. ``scales [rows+1, 1]`` of rows in FP8, ``sinks [H]`` fp32.
     """
     batch, num_heads, size = q.shape
     capacity = latents.shape[2]
@@ -118,14 +121,15 @@ def launch_latent_attention(
         partial = torch.empty(batch, num_heads, num_splits, rank, dtype=torch.float32, device=q.device)
         lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
     latent_split_kernel[(num_splits, triton.cdiv(num_heads, configs.LATENT_HEADS), batch)](
-        q, latents, latents if scales is None else scales, rows, lengths, partial, lse,
+        q, latents, latents if scales is None else scales, q if sinks is None else sinks, rows, lengths, partial, lse,
         size**-0.5 * attention.LOG2_E,
         q.stride(0), q.stride(1), latents.stride(0), latents.stride(2),
         NUM_HEADS=num_heads, HEADS=configs.LATENT_HEADS, RANK=rank, RANK_PAD=rank_pad, ROPE=size - rank,
         ROPE_PAD=configs.power_of_two(size - rank, 16), BLOCK=launch.block, SPLIT_SLOTS=launch.split_slots,
-        NUM_SPLITS=num_splits, STAGES=launch.num_stages, IS_FP8=scales is not None, EARLY=early,
+        NUM_SPLITS=num_splits, STAGES=launch.num_stages, IS_FP8=scales is not None,
+        HAS_SINKS=sinks is not None, EARLY=early,
         num_warps=launch.num_warps, num_stages=launch.num_stages, launch_pdl=early,
     )  # fmt: skip
     if num_splits > 1:
-        attention.launch_merge(partial, lse, lengths, out, launch.split_slots)
+        attention.launch_merge(partial, lse, lengths, out, launch.split_slots, sinks)
     return out

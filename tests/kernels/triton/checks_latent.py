@@ -28,12 +28,13 @@ def check_latents_in_fp8(num_heads: int, rank: int, rope_dim: int, dtype: torch.
     expected = stored.clone()
     heads = torch.randn(3, num_heads + 1, size, device=device).to(dtype)
     places = RowPlaces(torch.tensor([2, 0, 3], device=device), lengths - 1, lengths)
-    attend, none = bind(device, "triton").attend_rows, HeadNorm(None, 0.0)
-    got = attend(heads, none, None, rows_of(stored, rank, scales), places, None)
+    sinks = 2 * torch.randn(num_heads, device=device)
+    norm = HeadNorm(None, 0.0, sinks)
+    got = bind(device, "triton").attend_rows(heads, norm, None, rows_of(stored, rank, scales), places, None)
     own = rows_of(expected, rank, scales)
     reference.write_slots(heads[:, -1:], heads[:, -1:], own, places.rows, places.slots)
     assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
-    want = reference.decode_attention(heads[:, :-1].float(), own, places.rows, places.lengths)
+    want = reference.decode_attention(heads[:, :-1].float(), own, places.rows, places.lengths, sinks)
     assert_near(got, want, dtype)
 
 
@@ -60,6 +61,11 @@ def check_latent_attention(
     seen = rows_of(wide.nan_to_num(), rank)
     want = reference.decode_attention(heads[:, :-1].float(), seen, places.rows, places.lengths)
     assert_near(got, want, dtype)
+    sinks = 2 * torch.randn(num_heads, device=device)
+    own = HeadNorm(None, 0.0, sinks)
+    got_with = bind(device, "triton").attend_rows(heads, own, None, rows_of(stored, rank), places, None)
+    want_with = reference.decode_attention(heads[:, :-1].float(), seen, places.rows, places.lengths, sinks)
+    assert_near(got_with, want_with, dtype)
     for i in {0, len(rows) - 1}:
         one = RowPlaces(*(place[i : i + 1] for place in places))
         alone = bind(device, "triton").attend_rows(heads[i : i + 1], none, None, rows_of(stored, rank), one, None)

@@ -392,7 +392,7 @@ def test_codes_of_no_number(kv_dtype: KVDType) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "dtype"),
-    list(zip([(4, 24, 8), (20, 64, 16), (128, 32, 64)], DTYPES, strict=True)),
+    list(zip([(4, 24, 8), (20, 64, 16), (128, 32, 64), (17, 48, 0)], (*DTYPES, torch.float32), strict=True)),
     ids=lambda value: str(value),
 )
 def test_latent_attention_sizes(sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -461,6 +461,8 @@ TWO_LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["full_atte
 FEW_LAYERS: dict[str, dict[str, Any]] = {
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     **dict.fromkeys(("qwen3.5", "granite-hybrid", "kimi-linear", "olmo-hybrid"), TWO_LAYERS),
+    "hy-v4": {"num_hidden_layers": 2},
+    "glm-5.3-flash": {},
 }
 
 
@@ -484,7 +486,19 @@ def test_captured_steps_with_states_answer_as_eager(name: str, tmp_path: Path, m
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3n", "gemma4", "gemma4-shared", "gpt-oss", "olmo2", "afmoe", "deepseek-v3", "falcon-h1", "nemotron-3"],
+    [
+        "gemma3n",
+        "gemma4",
+        "gemma4-shared",
+        "gpt-oss",
+        "olmo2",
+        "afmoe",
+        "deepseek-v3",
+        "falcon-h1",
+        "nemotron-3",
+        "hy-v4",
+        "glm-5.3-flash",
+    ],
 )
 def test_layers_of_other_kinds_answer_the_same(name: str, tmp_path: Path) -> None:
     """Norms of values, of whole projections and of outputs, streams, gates, latents, and both mixers in a layer: every
