@@ -595,7 +595,7 @@ class EngineOptions(Settings):
 
 
 def as_loras(given: Any) -> tuple[Adapter | tuple[str, str], ...]:
-    """Adapters of a mapping from names to paths, or of texts ``NAME=PATH`` and ``PATH``. ValueError for equal names."""
+    """Adapters of a mapping from names to paths, or of ``NAME=PATH`` and ``PATH``. ValueError for equal names."""
     if not isinstance(given, (Mapping, tuple, list)):
         raise TypeError(f"loras is {given!r}; it must be a mapping from names to folders")
     found: list[Adapter | tuple[str, str]] = []
@@ -605,7 +605,7 @@ def as_loras(given: Any) -> tuple[Adapter | tuple[str, str], ...]:
             own = (name, path) if equals else (Path(own).name, own)
         if not isinstance(own, Adapter):
             name, path = own
-            check(isinstance(name, str) and name != "", f"loras: the name of {path!r} is {name!r}; it must be a text")
+            check(isinstance(name, str) and name != "", f"loras: the name of {path!r} is {name!r}; it must be a string")
             own = name, str(as_path(f"loras: the folder of {name!r}", path))
         found.append(own)
     names = _names_of(found)

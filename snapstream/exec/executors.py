@@ -269,7 +269,7 @@ def why_not_bf16_inputs(model: ModelConfig, *, dtype: str, device: str) -> str |
 # stage, per thread some scratch (one stage at a time: the largest) and room to sample in.
 
 _NUMBER = 4  # bytes: fp32
-_PANEL, _PIECE, _ALIGN, _LANES, _DOTS = 32, 128, 4, 16, 4  # the widest that a CPU has
+PANEL, _PIECE, ALIGN, _LANES, _DOTS = 32, 128, 4, 16, 4  # the widest that a CPU has
 _PART_SLOTS = 1024  # of a row, that one task attends
 _SAMPLE_BYTES, _TOKENS_OF_MAXIMUM = 20, 64  # of a token of the vocabulary: its score, a candidate, its weight
 _LATENTS_AT_ONCE = 32  # of a row, that a thread reads at a time
@@ -296,12 +296,12 @@ def looped_workspace(model: ModelConfig, config: EngineConfig, num_threads: int)
         # the output of attention, to be rounded, or of recurrent layers
         value_dim = model.widest_head if model.latent is None else model.latent.value_dim
         entry += max(model.most_heads * value_dim, _recurrent_sizes(model)[1])
-    entry += 2 * num_threads * _PANEL  # sums of a panel of gate and one of up
+    entry += 2 * num_threads * PANEL  # sums of a panel of gate and one of up
     scratch = num_threads * (_scratch(model) + _LANES) + 8 * _LANES
     if config.loras:  # what they make of each piece of an input, and per thread of all of it
-        rank = -(-max(own.rank for own in config.loras) // _PANEL) * _PANEL
+        rank = -(-max(own.rank for own in config.loras) // PANEL) * PANEL
         pieces = max(-(-model.hidden_size // _PIECE), *(own.num_kv_heads for own in model.all_heads))
-        entry += rank * (pieces + -(-model.widest_inner // _PANEL) + num_threads)
+        entry += rank * (pieces + -(-model.widest_inner // PANEL) + num_threads)
         scratch += (num_threads + 2) * _LANES
     if num_drafted := max_batch(config) - config.max_rows:
         kept, copied = _drafted_states(model)
@@ -317,7 +317,7 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
     inner, outer = _recurrent_sizes(model)
     # In a layer whose q, k and v differ in their formats, or queries and latents.
     inputs = 1 if latent is None and not model.stored.own else 3 if latent is not None and model.gate_dim else 2
-    widest = max(inputs * _padded(model.hidden_size), model.widest_inner, attended, q_rank, outer) + _ALIGN
+    widest = max(inputs * _padded(model.hidden_size), model.widest_inner, attended, q_rank, outer) + ALIGN
     projected = inner
     if latent is None:
         heads_of = map(partial(_projected, model), range(model.num_layers))
@@ -331,7 +331,7 @@ def _dense_entry(model: ModelConfig, slots: int) -> int:
         wide += _padded(model.hidden_size)  # packed embeddings
     if (altup := model.altup) is not None:
         wide += model.hidden_size + model.stream_size + altup.laurel_rank  # of both branches, and the streams
-        widest = max(widest, altup.laurel_rank + _ALIGN)
+        widest = max(widest, altup.laurel_rank + ALIGN)
     if (hyper := model.hyper) is not None:
         wide += model.stream_size + hyper.num_shares + hyper.num_streams * (1 + hyper.num_streams)
     if model.moe is not None and model.moe.is_beside_mlp:
@@ -386,7 +386,7 @@ def _mixture_entry(model: ModelConfig, num_threads: int) -> int:
     wide, pairs, halves = _padded(model.hidden_size), moe.top_k, 1 + model.has_gate
     chosen = 2 * wide + moe.num_experts + _LANES + pairs * (1 + halves * moe.inner + _padded(moe.inner))
     shared = halves * moe.shared_inner + _padded(moe.shared_inner) + int(moe.has_shared_gate)
-    return chosen + shared + _padded(moe.latent) + num_threads * (wide + 2 * (pairs + 1) * _PANEL)
+    return chosen + shared + _padded(moe.latent) + num_threads * (wide + 2 * (pairs + 1) * PANEL)
 
 
 def _scratch(model: ModelConfig) -> int:
@@ -415,7 +415,7 @@ def _sampling_bytes(vocab_size: int) -> int:
 
 
 def _padded(columns: int) -> int:
-    return -(-columns // _ALIGN) * _ALIGN
+    return -(-columns // ALIGN) * ALIGN
 
 
 def _scratch_bytes(model: ModelConfig, config: EngineConfig) -> int:

@@ -223,7 +223,7 @@ def _pair(
 def _of_pattern(settings: Mapping[str, Any], pattern: str, path: str, name: str) -> Any:
     """A setting of one module: that of the first key of ``pattern`` that its path ends in, else the general one."""
     for key, value in (settings.get(pattern) or {}).items():
-        # Others could take as good as forever to match, and nobody needs them.
+        # Nested or many repetitions can take exponential time to match.
         if len(re.findall(r"[*+{]", key)) > 4 or re.search(r"\)[*+{]", key):
             raise ValueError(f"{pattern} has the key {key!r}, which repeats more than 4 times, or a group")
         try:

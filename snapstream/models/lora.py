@@ -1,4 +1,4 @@
-"""LoRA adapters of a decoder: ``s B (A x)`` is added beside the products of the base, which may have any format.
+"""LoRA adapters of a decoder: ``s B (A x)`` is added to the products of the base, whose weights may have any format.
 
 Adapters are never merged. The tokens of one call may belong to several adapters and to none: ``Adapters.select`` says
 which, and products of tokens without an adapter are those of the base alone, to the bit.

@@ -22,7 +22,7 @@ from snapstream.config.engine import SNAPSHOT_LEN, Speculator
 from snapstream.config.recurrent import DeltaNet, Mamba2
 from snapstream.config.values import format_bytes
 from snapstream.disaggregation.protocol import RowSizes
-from snapstream.exec.executors import MAX_DRAFTED, executor_of, mlp_size
+from snapstream.exec.executors import ALIGN, MAX_DRAFTED, PANEL, executor_of, mlp_size
 from snapstream.exec.row_state import row_state_bytes
 from snapstream.kv.spec import Full, KVSpec, State, Window
 from snapstream.models.registry import kv_spec_of
@@ -63,7 +63,6 @@ def row_sizes(model: ModelConfig, config: EngineConfig) -> RowSizes:
     )
 
 
-PANEL_ROWS, PANEL_COLUMNS = 32, 4  # of kernels/cpu/looped/library.py
 SCORING_KEYS = 4096  # keys that are scored at a time
 FRAMEWORK_BYTES = 384 * 2**20  # on a GPU: cuBLAS workspaces, kernels, fragmentation
 
@@ -242,7 +241,7 @@ def engine_memory(model: ModelConfig, config: EngineConfig) -> EngineMemory:
 
 def adapter_bytes(config: EngineConfig) -> int:
     """Bytes of the LoRA adapters; in panels rows and columns are filled up."""
-    rows, columns = (1, 1) if executor_of(config.executor).make_matrix is None else (PANEL_ROWS, PANEL_COLUMNS)
+    rows, columns = (1, 1) if executor_of(config.executor).make_matrix is None else (PANEL, ALIGN)
     numbers = (
         -(-shape[0] // rows) * rows * (-(-shape[1] // columns) * columns)
         for own in config.loras

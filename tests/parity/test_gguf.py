@@ -390,7 +390,7 @@ def whole(found: Tensors) -> Tensors:
 
 
 def fused(found: Tensors) -> Tensors:
-    """Queries, keys and values in one tensor, as in files of ChatGLM and where the converter is told to."""
+    """Queries, keys and values in one tensor, as in files of ChatGLM and with the converter's option for it."""
     out = {name: own for name, own in found.items() if not any(part in name for part in ("_q.", "_k.", "_v."))}
     for name in found:
         if "attn_q." in name:

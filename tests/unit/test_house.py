@@ -49,7 +49,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 206,
-    "Python lines of the package": 55013,
+    "Python lines of the package": 55016,
     "C++ files": 28,
     "files under tests/": 228,
     "modules with one importer": 20,

@@ -1,4 +1,4 @@
-"""Adapters are models of all three APIs: listed beside the base, answered in one batch, each in its own words."""
+"""Adapters are models of all three APIs: listed with the base, answered in one batch, each in its own words."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def llm(adapters: dict[str, Path]) -> Iterator[LLM]:
 
 
 def test_all_apis(llm: LLM) -> None:
-    """Nine requests at once: three models in each of three APIs, and completions beside them."""
+    """Nine requests at once: three models in each of three APIs, and completions too."""
     params = SamplingParams(max_tokens=12, temperature=0.0)
     chats = {name: llm.chat(ASKED, params, lora="" if name == "tiny" else name)[0].text for name in NAMES}
     texts = {name: llm.generate(["amber"], params, lora="" if name == "tiny" else name)[0].text for name in NAMES}
