@@ -19,6 +19,7 @@ from snapstream.models.chat_template import render_chat
 from snapstream.models.hub import local_folder
 from snapstream.models.registry import read_model_config
 from snapstream.models.tokenizer import find_tokenizer
+from snapstream.plan.fit import with_speculator
 from snapstream.plan.memory import DraftMemory
 from snapstream.spec_prefill.settings import PromptCompression
 from snapstream.startup.build import MakeRunner, build_ranks, grammar_compiler, memory_of, release_openmp_threads
@@ -96,6 +97,7 @@ class LLM:
             as_number("stall_timeout", stall_timeout, 1.0, 86400.0)
         model = local_folder(model, progress=progress)
         self.model_config = read_model_config(model)
+        options = with_speculator(options, (Path(model), self.model_config))
         self.options = options = with_loras(self.model_config, options)
         about_heads = ""
         if options.has_automatic_heads:

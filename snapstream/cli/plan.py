@@ -250,10 +250,11 @@ def plan(
     check_device(engine.device)
     free_bytes = device_memory(engine.device)[0] if flags.device is not None and flags.memory is None else None
     bandwidth = flags.bandwidth or ("50GB/s" if on_cpu else "3.35TB/s")
-    model = read_model_config(local_folder(config, config_only=True))
+    folder = local_folder(config, config_only=True)
+    model = read_model_config(folder)
     result = make_plan(
         model,
-        with_loras(model, with_speculator(engine, config_only=True)),
+        with_loras(model, with_speculator(engine, (folder, model), config_only=True)),
         budgets=flags.budget,
         prompt_len=flags.prompt_len,
         gpu=Device(

@@ -248,8 +248,9 @@ EXECUTORS: Registry[Any] = Registry(  # an ``Executor``, or one by type of devic
 
 @dataclass(frozen=True, kw_only=True)
 class Speculator:
-    """The draft model of speculative decoding."""
+    """The draft model of speculative decoding: another model, or with ``OWN`` the model's own prediction layer."""
 
+    OWN: ClassVar[str] = "mtp"  # the option
     MOST_SLOTS: ClassVar[int] = 1024  # of a row: its last tokens
 
     folder: str  # or GGUF file
@@ -265,6 +266,10 @@ class Speculator:
         """Slots of a row; no sliding window is smaller, so that none wraps around."""
         windows = [window for window in self.model.windows or () if window is not None]
         return min([self.MOST_SLOTS, self.model.max_position, *windows])
+
+    @property
+    def is_own(self) -> bool:
+        return self.model.prediction_of > 0
 
     @property
     def num_read(self) -> int:
@@ -481,7 +486,7 @@ class EngineOptions(Settings):
     speculative_model: str | Speculator | None = setting(
         None,
         "Small model with the same vocabulary (folder, GGUF file or hub id) that drafts tokens where prompt lookup "
-        "finds none; answers stay the same. Default: none.",
+        "finds none, or mtp: the model's own prediction layer; answers stay the same. Default: none.",
         metavar="MODEL",
         parse=str,
     )

@@ -381,7 +381,8 @@ class ModelConfig:
     mlp_bias: bool = False
     latent: LatentConfig | None = None  # of latent attention, where a latent is the head of the one kv head
     index_topk: int | None = None  # tokens that an indexer chooses for a query (DSA); it is left out: all are attended
-    num_mtp_layers: int = 0  # layers behind the last, which predict further tokens; they are not loaded
+    num_mtp_layers: int = 0  # layers behind the last, which predict further tokens: a draft model, if one is wanted
+    prediction_of: int = 0  # of the first of them, as a model of one layer: the layers before it; 0: of other models
     qk_norm: bool = False  # RMSNorm over each head of q and k before the rotation (Qwen3)
     norms_heads_apart: bool = False  # these norms are LayerNorms, with weights for each head (Command R+)
     norms_after_rope: bool = False  # these norms come after the rotation (Hunyuan)

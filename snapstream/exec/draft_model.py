@@ -9,7 +9,7 @@ is taken back by a counter. Invariant: nothing here changes an answer, only how 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from snapstream.config import EngineConfig, KVBudget, make_selector
-from snapstream.exec.eager import HoldsPrograms, MakeDecode, StepParts, Verifier, draft_batch
+from snapstream.exec.eager import DraftBatch, HoldsPrograms, MakeDecode, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.row_state import SamplingNeeds
 from snapstream.exec.rows import Rows
@@ -61,6 +61,9 @@ class _Held:
         return [int(token) for token in behind[num_right:]]
 
 
+Wanted = tuple[int, History, int]  # a row, its tokens, and how many drafted ones
+
+
 class DraftModel:
     """A ``speculation.Drafter``; on a GPU a draft waits for the device once."""
 
@@ -100,17 +103,18 @@ class DraftModel:
         return row in self._held
 
     @torch.inference_mode()
-    def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
+    def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         """For each row and its tokens so far, up to ``count >= 1`` tokens that are likeliest to follow."""
         began, read_s = perf_counter(), 0.0
         most = max(self._capacity - self._read_len, 1)  # tokens that fit behind what is read
+        most_fed = min(MOST_FED, self._read_len)
         wanted = [(row, history, min(count, most)) for row, history, count in wanted]
         first: dict[int, Tensor] = {}
         behind: list[tuple[int, list[int]]] = []
         for row, history, count in wanted:
             held = self._held.get(row)
             missing = [] if held is None else held.confirm(history)
-            if held is None or len(missing) > MOST_FED or held.end + len(missing) + count > held.start + self._capacity:
+            if held is None or len(missing) > most_fed or held.end + len(missing) + count > held.start + self._capacity:
                 reads = perf_counter()
                 first[row] = self._read(row, history)
                 read_s += perf_counter() - reads
@@ -122,10 +126,11 @@ class DraftModel:
         longest = sorted(range(len(rows)), key=lambda index: -counts[index])  # rows of a step are the first of these
         active = upload([rows[index] for index in longest], torch.int64, self._device)
         turns = [torch.stack([first[rows[index]] for index in longest])]
-        self._rows.feed(active, turns[0])
         for depth in range(1, max(counts)):
             num_left = sum(count > depth for count in counts)
             active = active if num_left == len(active) else active[:num_left].clone()
+            going_on = [rows[index] for index in longest[:num_left]]
+            self._rows.feed(active, self._inputs_behind(going_on, turns[-1], depth))
             turns.append(self.decode.step(active, _GREEDY).token_ids.clone())
         drafts: list[list[int]] = [[] for _ in rows]
         for turn in torch.cat(turns).cpu().split(list(map(len, turns))):
@@ -142,9 +147,24 @@ class DraftModel:
         if isinstance(self.decode, HoldsPrograms):
             self.decode.release()
 
-    def _known(self, tokens: list[int]) -> Tensor:
-        """Padding of the larger vocabulary becomes the last token of this one."""
-        return torch.tensor(tokens).clamp(max=self._decoder.config.vocab_size - 1)
+    def _inputs(self, fed: Sequence[tuple[int, int, list[int]]]) -> list[list[int]]:
+        """Ids that stand for runs of tokens: each of a row, from an index in its sequence on. Padding of the larger
+        vocabulary becomes the last token of this one.
+        """
+        last = self._decoder.config.vocab_size - 1
+        return [[min(token, last) for token in tokens] for _, _, tokens in fed]
+
+    def _inputs_behind(self, rows: Sequence[int], tokens: Tensor, depth: int) -> Tensor:
+        """The same of the ``depth``-th drafted token of each row, the first of ``tokens``."""
+        return tokens[: len(rows)]
+
+    def _feed_batch(self, batch: DraftBatch, ends: Mapping[int, int]) -> Tensor:
+        """Logits after each entry; ``ends``: by row, its last one."""
+        return self.decode.feed(batch)
+
+    def _read_logits(self, row: int, hidden: Tensor) -> Tensor:
+        """Logits ``[1, V]`` from what the last layer gave the last token of a row."""
+        return self._decoder.logits(hidden)
 
     def _place(self, rows: Sequence[int]) -> None:
         """Set the counters of rows to what is held: what was drafted behind it is taken back."""
@@ -154,10 +174,15 @@ class DraftModel:
                        self._device)  # fmt: skip
         self._rows.admit(table[:, 0], table[:, 1:])
 
+    def _first_of(self, row: int) -> int:
+        """The first token of its sequence that can be read."""
+        return 0
+
     def _read(self, row: int, history: History) -> Tensor:
         """Prefill the last tokens of a sequence into its row; the likeliest next one. Waits for the device."""
-        start = max(history.num_tokens - self._read_len, 0)
-        ids = upload(self._known(history.since(start).tolist()), torch.int64, self._device)
+        start = max(history.num_tokens - self._read_len, self._first_of(row))
+        (read,) = self._inputs([(row, start, history.since(start).tolist())])
+        ids = upload(read, torch.int64, self._device)
         num_tokens, budget = len(ids), KVBudget.full(self._capacity)
 
         def write(prompt: int, layer: int, queries: object, keys: Tensor, values: Tensor) -> None:
@@ -171,14 +196,14 @@ class DraftModel:
         one.run()
         self._held[row] = _Held(start, history.num_tokens)
         self._place([row])
-        best = self._decoder.logits(one.last_hidden())[0].argmax()
+        best = self._read_logits(row, one.last_hidden())[0].argmax()
         int(best)  # its time is measured
         return best
 
     def _feed(self, behind: Sequence[tuple[int, list[int]]]) -> dict[int, Tensor]:
         """Feed rows the tokens that they lack, at least one each; by row the likeliest next one."""
         first: dict[int, Tensor] = {}
-        left = [(row, self._known(tokens).tolist()) for row, tokens in behind]
+        left = list(behind)
         while left:
             fed: list[tuple[int, list[int]]] = []
             room = MAX_DRAFTED
@@ -186,11 +211,13 @@ class DraftModel:
                 fed.append((row, tokens[: 1 + room]))
                 room -= len(fed[-1][1]) - 1
             self._place([row for row, _ in fed])
-            batch = draft_batch([row for row, _ in fed], [t[0] for _, t in fed], [t[1:] for _, t in fed])
-            best = self.decode.feed(batch).argmax(1)
-            for (row, tokens), begin in zip(fed, batch.starts, strict=True):
+            ids = self._inputs([(row, self._held[row].end, tokens) for row, tokens in fed])
+            batch = draft_batch([row for row, _ in fed], [own[0] for own in ids], [own[1:] for own in ids])
+            ends = {row: begin + len(t) - 1 for (row, t), begin in zip(fed, batch.starts, strict=True)}
+            best = self._feed_batch(batch, ends).argmax(1)
+            for row, tokens in fed:
                 self._held[row].end += len(tokens)
-                first[row] = best[begin + len(tokens) - 1]
+                first[row] = best[ends[row]]
             left = [
                 (row, tokens[len(own) :])
                 for (row, tokens), (_, own) in zip(left, fed, strict=True)

@@ -121,6 +121,15 @@ class Verifier(DecodeStep, Protocol):
         ...
 
 
+@runtime_checkable
+class ShowsHidden(Protocol):
+    """A decode step that says what the last layer gave."""
+
+    def hidden(self, count: int) -> Tensor:
+        """Of the first entries of the last step, before the final norm: a copy ``[count, D]``."""
+        ...
+
+
 MakeDecode = Callable[[StepParts], DecodeStep]
 
 

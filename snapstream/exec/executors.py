@@ -223,7 +223,7 @@ _LOOPED_TENSORS = frozenset(
     "latent_in latent_out shared_gate conv_in conv_in_bias conv_kernel conv_bias conv_out conv_out_bias delta_in "
     "delta_gates delta_decay delta_step delta_norm delta_out delta_decay_up delta_gate_up "
     "mamba_in mamba_in_bias mamba_decay mamba_step mamba_skip mamba_norm mamba_out "
-    "mamba_out_bias".split()
+    "mamba_out_bias token_norm hidden_norm join".split()
 ) | {f"hyper_{part}_{kind}" for part in ("attention", "mlp", "head") for kind in ("weights", "base", "scale")}
 _MAX_HEAD_DIM = 512
 

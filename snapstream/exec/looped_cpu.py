@@ -418,7 +418,7 @@ class LoopedDecode:
         self.pool = pool or ThreadPool(library, num_threads or torch.get_num_threads())
         self._num_drafted = self._max_batch - config.max_rows
         model, rows = model_of(parts.decoder, self._num_drafted), _rows(parts)
-        self._has_states = parts.cache.spec.has_states
+        self._has_states, self._hidden_size = parts.cache.spec.has_states, parts.decoder.config.hidden_size
         floats = workspace_floats(self.pool, model, rows, self._max_batch)
         ranks, shared = None, None
         if parts.decoder.group.size > 1:
@@ -483,6 +483,12 @@ class LoopedDecode:
         """Feed all entries; logits after each ``[B, V]``, overwritten by the next step. Rows are not advanced."""
         self._run_batch(batch, None)
         return self._logits[: len(batch.rows)]
+
+    def hidden(self, count: int) -> Tensor:
+        """See ``eager.ShowsHidden``."""
+        out = torch.empty(count, self._hidden_size)
+        self.engine.hidden(out)
+        return out
 
     def _run_batch(self, batch: DraftBatch, tokens: Tensor | None) -> None:
         if self._has_states and (count := int((batch.ahead > 0).sum())) > self._num_drafted:

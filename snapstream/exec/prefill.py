@@ -216,9 +216,11 @@ class PrefillJob:
         attention: PrefillAttention,
         mover: PrefixMover | None = None,
         send: Callable[[int, PrefillEntry], None] = lambda layer, entry: None,
+        *,
+        num_hidden: int = 0,
     ) -> None:
         """``mover`` is needed by prompts that use the prefix store; ``send`` is called after a layer of a row for
-        another engine was written.
+        another engine was written. ``num_hidden``: see ``last_hidden_of``.
         """
         self.spec, self._writer, self._mover, self._send = spec, writer, mover, send
         device, entries = buffers.hidden.device, spec.entries
@@ -253,12 +255,20 @@ class PrefillJob:
             self._layer_done,
             "all" if wants_all else "last",
             RowStates(writer.cache, entries, send, mover),
+            num_hidden=num_hidden,
         )
+        self._num_hidden = num_hidden
 
     @property
     def hidden(self) -> Tensor:
         """Hidden states ``[N, D]`` of the packed prompts."""
         return self._pass.hidden
+
+    def last_hidden_of(self, prompt: PromptProgress) -> tuple[int, Tensor]:
+        """The same of the last ``num_hidden`` tokens of a prompt, or those that were computed; and the first one."""
+        count = min(prompt.entry.prompt_len - prompt.entry.num_restored, self._num_hidden)
+        end = prompt.job_start + prompt.entry.prompt_len - prompt.entry.num_restored
+        return prompt.entry.prompt_len - count, self.hidden[end - count : end]
 
     @property
     def is_done(self) -> bool:

@@ -38,7 +38,7 @@ from snapstream.exec.row_transfer import RowParts, hidden_bytes, read_later
 from snapstream.exec.rows import Rows
 from snapstream.exec.sampling import prompt_logprobs
 from snapstream.exec.sampling_state import SamplingState
-from snapstream.exec.speculation import Speculation
+from snapstream.exec.speculation import Follower, Speculation
 from snapstream.grammar import GrammarCompiler
 from snapstream.kernels.backends.autotune import PrefillAttention, choose
 from snapstream.kernels.backends.prefill import Case
@@ -294,6 +294,7 @@ class ModelRunner:
             self.prefill_attention,
             self.mover,
             self._send,
+            num_hidden=0 if self._follower is None else self._follower.num_hidden,
         )
 
     def _finish_job(self, job: PrefillJob, step: SubmittedStep) -> None:
@@ -317,6 +318,13 @@ class ModelRunner:
             self._draw(finished, hidden, step)
         elif drawn:
             self._draw([finished[index] for index in drawn], torch.stack([hidden[i] for i in drawn]), step)
+        if (follower := self._follower) is not None:
+            for prompt in (job.prompts[index] for index in drawn):
+                follower.begin(prompt.entry.rows, *job.last_hidden_of(prompt))
+
+    @property
+    def _follower(self) -> Follower | None:
+        return None if self.speculation is None else self.speculation.follower
 
     def _draw(self, prompts: Sequence[Finished], hidden: Tensor, step: SubmittedStep) -> None:
         """First tokens of prompts, from the hidden states ``[P, D]`` of their last tokens."""

@@ -24,14 +24,14 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from snapstream.config import KVBudget
-from snapstream.exec.eager import DraftBatch, StepParts, Verifier, draft_batch
+from snapstream.exec.eager import DraftBatch, ShowsHidden, StepParts, Verifier, draft_batch
 from snapstream.exec.executors import MAX_DRAFTED
 from snapstream.exec.results import HostCopy, RowGrammars, Stopwatch, Verified
 from snapstream.exec.row_state import SamplingNeeds
@@ -66,6 +66,21 @@ class Drafter(Protocol):
 
     def draft(self, wanted: Sequence[tuple[int, History, int]]) -> list[list[int]]:
         """For each row, its tokens and a count >= 1: that many drafted tokens, or fewer."""
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A drafter that reads the hidden states of its target."""
+
+    num_hidden: int  # of the last tokens of a prompt
+
+    def begin(self, rows: Sequence[int], first: int, hidden: Tensor) -> None:
+        """Rows have a prompt; ``hidden [n, D]``: what the last layer gave its tokens from index ``first`` on."""
+        ...
+
+    def follow(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
+        """A step has fed each row ``counts`` tokens; the same of these begins at ``starts`` of ``hidden [B, D]``."""
         ...
 
 
@@ -199,6 +214,7 @@ class Speculation:
     most: int  # drafted tokens per row and step
     grammars: RowGrammars
     drafter: Drafter | None = None  # asked where prompt lookup finds nothing
+    follower: Follower | None = None  # the same one
 
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -214,6 +230,9 @@ class Speculation:
         # Of the rows last proposed for, those with drafts of the draft model, and how many tokens it gave.
         self._asked: dict[int, int] = {}
         self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
+
+    def use(self, drafter: Drafter) -> None:
+        self.drafter, self.follower = drafter, drafter if isinstance(drafter, Follower) else None
 
     def admit(self, entry: PrefillEntry) -> None:
         """The entry's rows hold its prompt, and their first tokens are drawn."""
@@ -276,17 +295,23 @@ class Speculation:
         own = [self._rows[row] for row in rows]
         watch = Stopwatch(self.parts.decoder.device)
         watch.start()
+        starts: Sequence[int] = range(len(rows))
         if not any(drafts):
             sampled, counts = self.decode.step(batch_rows, needs), None
         else:
             batch = draft_batch(rows, [row.history.last for row in own], drafts)
+            starts = batch.starts
             backup = self._backup(batch, own)
             follows = any(draft and self.grammars.holds(row) for row, draft in zip(rows, drafts, strict=True))
             sampled, counts = self.decode.verify(batch, needs, self.grammars.go_on if follows else None)
             if backup is not None:
                 backup.restore(batch, counts)
         watch.stop()
-        self._timed.append((len(rows) + sum(map(len, drafts)), watch))
+        num_entries = len(rows) + sum(map(len, drafts))
+        self._timed.append((num_entries, watch))
+        if self.follower is not None:
+            assert isinstance(self.decode, ShowsHidden)  # others are refused
+            self.follower.follow(rows, starts, counts or [1] * len(rows), self.decode.hidden(num_entries))
         if counts is None:
             return sampled, None
         for index, (row, draft, count) in enumerate(zip(own, drafts, counts, strict=True)):

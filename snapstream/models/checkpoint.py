@@ -53,7 +53,7 @@ from snapstream.models.quantization import (
 )
 from snapstream.models.registry import FAMILIES, own_name, tensor_specs
 from snapstream.models.sharding import Cut, Shape, Share, cuts_of, format_of
-from snapstream.models.tensors import TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, keeps_blocks
+from snapstream.models.tensors import ELSEWHERE, TOWER_PREFIXES, Part, TensorSpec, checkpoint_parts, keeps_blocks
 from snapstream.models.weights import DecoderWeights
 from snapstream.types import named
 
@@ -651,6 +651,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     skipped = FAMILIES.get(config.architecture).skipped
     is_tied = config.tie_word_embeddings and name == LM_HEAD
     is_skipped = name.startswith(skipped) or any(part in name for part in skipped if part.startswith("."))
+    is_skipped |= config.prediction_of > 0 and name.startswith(ELSEWHERE)
     is_skipped |= config.stored.has_one_scale and name.endswith(INPUT_SCALE)
     is_skipped |= config.norms_experts_alone and f".{config.norms.after_mlp}." in name  # of layers without experts
     return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config) or _is_shared(name, config)

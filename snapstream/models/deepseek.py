@@ -81,6 +81,7 @@ def with_indexer(defaults: Settings) -> Family:
         refusals=deepseek_v3_refusals,
         other_layer_types=("indexed_attention", "deepseek_sparse_attention"),  # of transformers, and of older ones
         has_experts=True,
+        has_predictions=True,
         skipped=(".indexer.",),
     )
 
@@ -176,7 +177,9 @@ def latent_refusals(settings: Settings) -> list[str]:
 
 
 DEEPSEEK_V2 = Family(defaults=_V2_DEFAULTS, recipe=_deepseek_v2, refusals=_deepseek_v2_refusals, has_experts=True)
-DEEPSEEK_V3 = Family(defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)
+DEEPSEEK_V3 = Family(
+    defaults=V3_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True, has_predictions=True
+)
 KIMI_K25 = replace(DEEPSEEK_V3, is_text_part=True)
 DEEPSEEK_V32 = with_indexer(V3_DEFAULTS)
 YOUTU = Family(
@@ -206,7 +209,7 @@ HY_V4 = replace(
         "hc_magnitude": 2.0, "hc_mult": 4, "moe_intermediate_size": 768, "n_group": 1, "qk_nope_head_dim": 192,
         "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827, "swiglu_limit": 10.0, "topk_group": 1, "v_head_dim": 256,
     }),
-    recipe=_hy_v4, may_fuse_experts=True,
+    recipe=_hy_v4, may_fuse_experts=True, has_predictions=False,
     aliases={
         ".hc_pre.hc_": ".hc_", **_HYPER_NAMES, ".hc_head_": ".hc_", ".self_attn.gate_proj.": ".self_attn.g_proj.",
         ".self_attn.linear_gate.": ".self_attn.g_proj.", ".linear_gate.": ".gate_proj.",

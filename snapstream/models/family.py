@@ -189,6 +189,7 @@ class Family:
     text_parts: Mapping[str, Family] = field(default_factory=dict)  # the only ones, by model_type of text_config
     has_rope_by_kind: bool = False  # the recipe reads the rope settings, which differ by kind of layers
     has_own_activation: bool = False  # the recipe reads or refuses it; hidden_act does not count
+    has_predictions: bool = False  # checkpoints may have prediction layers (MTP) that are as its last layer
     is_interleaved: bool = False  # checkpoints rotate the pairs (0, 1), (2, 3) ... of a head, not its halves
     tensors: Callable[[ModelConfig], TensorSpecs] = decoder_tensors
     # A models.decoder.Layer, or "module:class" of one; None: the layer of the recipe.

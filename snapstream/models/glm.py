@@ -52,7 +52,9 @@ GLM = Family(
     is_interleaved=True,
 )  # fmt: skip
 GLM4 = replace(GLM, recipe=lambda settings: {**_glm(settings), "norms": SANDWICH_NORMS})
-GLM4_MOE = Family(defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True)
+GLM4_MOE = Family(
+    defaults=_MOE_DEFAULTS, recipe=_glm4_moe, has_experts=True, is_partly_rotated=True, has_predictions=True
+)
 # The text parts of GLM-4.1V and GLM-4.6V Flash, and of GLM-4.5V and GLM-4.6V.
 GLM4V = replace(
     GLM4,
@@ -67,7 +69,9 @@ GLM4V_MOE = replace(
     rewrite=without_mrope,
     is_text_part=True,
 )
-GLM4_MOE_LITE = Family(defaults=_LITE_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True)
+GLM4_MOE_LITE = Family(
+    defaults=_LITE_DEFAULTS, recipe=deepseek_v3, refusals=deepseek_v3_refusals, has_experts=True, has_predictions=True
+)
 GLM_MOE_DSA = with_indexer({
     **V3_DEFAULTS, "rms_norm_eps": 1e-5, "q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1,
     "topk_group": 1,

@@ -7,8 +7,8 @@ buffers. Invariant: chunk length, packing and interleaving with other work never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -22,7 +22,7 @@ from snapstream.kernels.interface import CosSin
 from snapstream.kernels.memory import upload
 from snapstream.kernels.rows import PackedLens
 from snapstream.kv.spec import Shared, State
-from snapstream.models.decoder import Decoder, added
+from snapstream.models.decoder import Decoder, Layer, added
 from snapstream.models.layers import TokenInputs
 from snapstream.models.views import Chunk, PromptStates, QueriesAt, Segment, StagingBuffers, StagingView
 
@@ -81,8 +81,13 @@ class LayerPass:
         layer_done: LayerDone,
         outputs: Outputs = "last",
         states: PromptStates | None = None,
+        *,
+        num_hidden: int = 0,
     ) -> None:
-        """``states`` are needed by models with recurrent layers, for which ``layer_done`` is not called."""
+        """``states`` are needed by models with recurrent layers, for which ``layer_done`` is not called. Of the last
+        ``num_hidden`` tokens of a prompt the last layer is computed, too; the bits of other outputs stay.
+        """
+        self._num_hidden = num_hidden
         self._states = states
         self._decoder, self._buffers, self._tokens = decoder, buffers, tokens
         self._chunk_len, self._attention, self._layer_done, self._outputs = chunk_len, attention, layer_done, outputs
@@ -164,15 +169,13 @@ class LayerPass:
 
     def _run_layer(self, layer: int, residual: Tensor, tokens: slice, chunk: Chunk) -> None:
         """Replace ``residual [T, D]`` by the output of the layer, for tokens that need one."""
-        view = StagingView(
-            self._buffers, chunk, self._decoder.kernels, self._attention, partial(self._keep_queries, layer),
-            self._states,
-        )  # fmt: skip
+        is_recurrent, tails = isinstance(self._buffers.spec.layers[layer], State), self._tails(chunk)
+        attends_all = is_recurrent and bool(tails)  # states would change if the layer ran again
+        view = self._view(replace(chunk, outputs=None) if attends_all else chunk, partial(self._keep_queries, layer))
         is_last = chunk.outputs is not None and layer >= self._buffers.spec.num_prefill_layers
         if is_last and not chunk.outputs:
             return
         block = self._decoder.prefill_layer(layer)
-        is_recurrent = isinstance(self._buffers.spec.layers[layer], State)
         rope = (residual[:0], residual[:0]) if is_recurrent else self._angles(tokens)  # there nothing is rotated
         self._adapt((part.prompt, part.length) for part in chunk.segments)
         attended = residual[:0] if is_last else block.attend(residual, None, rope, view)
@@ -180,12 +183,20 @@ class LayerPass:
         if chunk.outputs is None:
             added(residual, self._decoder.finish_layer(layer, block, (residual, attended), inputs))
             return
+        places = [place for own in tails for place in range(own.chunk_slice.start, own.chunk_slice.stop)]
+        others = residual[places]
+        if tails:
+            self._adapt((own.prompt, own.length) for own in tails)
+            heads = attended[places] if attends_all else self._attend_tails(block, tails, others, rope, places)
+            given = None if inputs is None else TokenInputs(inputs.token_ids[places], inputs.embedded[places])
+            added(others, self._decoder.finish_layer(layer, block, (others, heads), given))
+            attended = attended[list(chunk.outputs)] if attends_all else attended
         # One prompt at a time unless batch-invariant, so that packing does not change the result.
         at_once = max(1, len(chunk.outputs)) if self._decoder.is_batch_invariant else 1
         for first in range(0, len(chunk.outputs), at_once):
             own = list(chunk.outputs[first : first + at_once])
-            places = [residual[place] for place in own]
-            last = torch.stack(places)  # [outputs, D]
+            targets = [residual[place] for place in own]
+            last = torch.stack(targets)  # [outputs, D]
             given = None if inputs is None else TokenInputs(inputs.token_ids[own], inputs.embedded[own])
             self._adapt(
                 (part.prompt, 1)
@@ -198,8 +209,34 @@ class LayerPass:
                 view.take_only(own)
                 heads = block.attend(last, None, (rope[0][..., own, :, :], rope[1][..., own, :, :]), view)
             added(last, self._decoder.finish_layer(layer, block, (last, heads), given))
-            for place, hidden in zip(places, last, strict=True):
+            for place, hidden in zip(targets, last, strict=True):
                 place.copy_(hidden)
+        kept = [index for index, place in enumerate(places) if place not in chunk.outputs]
+        residual[[places[index] for index in kept]] = others[kept]
+
+    def _view(self, chunk: Chunk, keep: Callable[[Sequence[Segment], QueriesAt], None]) -> StagingView:
+        return StagingView(self._buffers, chunk, self._decoder.kernels, self._attention, keep, self._states)
+
+    def _tails(self, chunk: Chunk) -> list[Segment]:
+        """The chunk's share of the last ``num_hidden`` tokens of each prompt, where only few tokens need outputs."""
+        found: list[Segment] = []
+        for own in chunk.segments if self._num_hidden and chunk.outputs is not None else ():
+            skip = max(self._tokens.prompt_lens[own.prompt] - self._num_hidden - own.prompt_start, 0)
+            if skip < own.length:
+                start = own.prompt_start + skip
+                at, length = own.chunk_start + skip, own.length - skip
+                # As if the tokens before it were restored: latents before it are not expanded yet.
+                found.append(replace(own, chunk_start=at, length=length, prompt_start=start, num_restored=start))
+        return found
+
+    def _attend_tails(
+        self, block: Layer, tails: Sequence[Segment], residual: Tensor, rope: CosSin, places: Sequence[int]
+    ) -> Tensor:
+        """Heads of the tokens at ``places`` of a chunk, whose ``residual`` is given; their keys are staged again."""
+        starts = accumulate((own.length for own in tails), initial=0)
+        packed = [replace(own, chunk_start=start) for own, start in zip(tails, starts, strict=False)]
+        view = self._view(Chunk(segments=packed), lambda segments, queries_at: None)
+        return block.attend(residual, None, (rope[0][..., places, :, :], rope[1][..., places, :, :]), view)
 
     def _adapt(self, runs: Iterable[tuple[int, int]]) -> None:
         """The next products are of these prompts, each with so many tokens."""

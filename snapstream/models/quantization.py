@@ -413,13 +413,18 @@ def has_own_head(folder: Path) -> bool:
 
 def fused_experts(folder: Path) -> list[int] | None:
     """The shape of ``down_proj`` where the files hold the experts of a layer in one tensor: ``[X, D, M]``, or ``[X, M,
-    D]`` if all are transposed.
+    D]`` if all are transposed. Prediction layers may have them another way.
     """
-    for file in _weight_files(folder):
-        for name, tensor in _read_header(file)[0].items():
-            if name.endswith((".experts.down_proj", ".moe.down_proj.weight")) and isinstance(tensor, dict):
-                return list(tensor.get("shape", ()))
+    for name, shape in tensor_shapes(folder).items():
+        if name.endswith((".experts.down_proj", ".moe.down_proj.weight")) and not name.startswith("mtp."):
+            return shape
     return None
+
+
+def tensor_shapes(folder: Path) -> dict[str, list[int]]:
+    """By name, of all tensors in the files."""
+    headers = (_read_header(file)[0].items() for file in _weight_files(folder))
+    return {name: list(own.get("shape", ())) for header in headers for name, own in header if isinstance(own, dict)}
 
 
 def has_corrections(folder: Path) -> bool:

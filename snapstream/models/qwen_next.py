@@ -133,7 +133,7 @@ _MOE: Settings = {
 def _family(**changes: Any) -> Family:
     return Family(
         rewrite=_rewrite, tensors=_tensors, other_layer_types=(LINEAR,), is_partly_rotated=True, skipped=("mtp.",),
-        **changes,
+        has_predictions=True, **changes,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from snapstream.config import DType, KVDType, ModelConfig, as_path
+from snapstream.config import DType, KVDType, ModelConfig, StoredWeights, as_path
 from snapstream.config.values import Registry
 from snapstream.kv.spec import KVSpec
 from snapstream.models import (
@@ -54,7 +54,16 @@ from snapstream.models.config_json import (
 from snapstream.models.family import Family, layer_kind_refusals, sliding_window
 from snapstream.models.gguf_header import is_gguf
 from snapstream.models.quantization import fused_experts, has_corrections, has_own_head, stored_weights
-from snapstream.models.tensors import TensorSpecs, checkpoint_parts, in_fp8_blocks, in_own_formats, name_in_text_part
+from snapstream.models.tensors import (
+    PREDICTION,
+    TensorSpecs,
+    checkpoint_parts,
+    in_fp8_blocks,
+    in_own_formats,
+    name_in_text_part,
+    prediction_name,
+    prediction_tensors,
+)
 from snapstream.types import MAX_END_TOKEN_IDS
 
 logger = logging.getLogger(__name__)
@@ -82,6 +91,8 @@ def tensor_specs(config: ModelConfig) -> TensorSpecs:
     quantized = config.stored.quantized
     is_cached = bool(config.stored.own) or (quantized is not None and quantized.is_fp8)
     specs = _specs_as_stored(config) if is_cached else FAMILIES.get(config.architecture).tensors(config)
+    if config.prediction_of:
+        specs = prediction_tensors(config, specs)
     return {**specs, **{name: replace(specs[name], is_float=True) for name in config.float_tensors}}
 
 
@@ -91,7 +102,38 @@ def own_name(name: str, config: ModelConfig) -> str:
     """
     for alias, own in FAMILIES.get(config.architecture).aliases.items():
         name = name.replace(alias, own, 1)
-    return name_in_text_part(name) if config.is_text_part else name
+    name = name_in_text_part(name) if config.is_text_part else name
+    return prediction_name(name, config.prediction_of) if config.prediction_of else name
+
+
+def prediction_config(folder: Path, model: ModelConfig) -> ModelConfig:
+    """The first prediction layer (MTP) of ``model`` as a model of one layer; ValueError if there is none.
+
+    Its input is made of a token's embedding and the hidden state of the token before it (DeepSeek-V3, arXiv 2412.19437,
+    section 2.2); embedding and output embedding are those of ``model``.
+    """
+    if not FAMILIES.get(model.architecture).has_predictions:
+        known = ", ".join(name for name in FAMILIES.names if FAMILIES.get(name).has_predictions)
+        raise ValueError(f"prediction layers of {model.architecture} are not supported; those of {known} are")
+    if is_gguf(folder):
+        raise ValueError("prediction layers of GGUF files are not read; give the folder of the checkpoint")
+    moe = None if model.moe is None else replace(model.moe, first_dense=0, chosen=None)
+    config = replace(
+        model, num_layers=1, recurrent=None, recurrent_layers=(), moe=moe, num_mtp_layers=0, tie_word_embeddings=False,
+        prediction_of=model.num_layers, has_fused_experts=False, has_transposed_experts=False,
+    )  # fmt: skip
+    shapes = {own_name(name, config): shape for name, shape in quantization.tensor_shapes(folder).items()}
+    if shapes and f"{PREDICTION}eh_proj.weight" not in shapes:
+        raise ValueError(
+            f"{folder} has no prediction layer: neither mtp.fc nor model.layers.{model.num_layers}.eh_proj"
+        )
+    if (down := shapes.get(f"{PREDICTION}mlp.experts.down_proj")) is not None and moe is not None:
+        is_transposed = moe.inner != model.hidden_size and down[1:] == [moe.inner, model.hidden_size]
+        config = replace(config, has_fused_experts=True, has_transposed_experts=is_transposed)
+    scales = quantization.SCALES, quantization.FP8_SCALES, quantization.GPTQ_SCALES
+    if not any(name.startswith(PREDICTION) and name.endswith(scales) for name in shapes):
+        config = replace(config, stored=StoredWeights(dtype=model.stored.dtype))  # floats, whatever the layers are
+    return config
 
 
 @lru_cache(maxsize=4)

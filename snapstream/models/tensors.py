@@ -112,6 +112,41 @@ def name_in_text_part(name: str) -> str:
     return name if prefix is None else TEXT_PREFIXES[prefix] + name.removeprefix(prefix)
 
 
+PREDICTION, ELSEWHERE = "model.layers.0.", "elsewhere."
+# Of a prediction layer, its tensors in Qwen's checkpoints; in DeepSeek's it is a layer behind the last.
+_PREDICTION_NAMES = {
+    "mtp.layers.0.": PREDICTION, "mtp.norm.": "model.norm.", "mtp.fc.": f"{PREDICTION}eh_proj.",
+    "mtp.pre_fc_norm_embedding.": f"{PREDICTION}enorm.", "mtp.pre_fc_norm_hidden.": f"{PREDICTION}hnorm.",
+}  # fmt: skip
+
+
+def prediction_name(name: str, behind: int) -> str:
+    """What a tensor is called in the model of the prediction layer behind so many others; those of other layers and of
+    the model itself are ``ELSEWHERE``.
+    """
+    layer = f"model.layers.{behind}."
+    names = {
+        **_PREDICTION_NAMES, f"{layer}shared_head.norm.": "model.norm.", f"{layer}shared_head.": ELSEWHERE,
+        f"{layer}embed_tokens.": ELSEWHERE, layer: PREDICTION,
+    }  # fmt: skip
+    prefix = next((prefix for prefix in names if name.startswith(prefix)), None)
+    return ELSEWHERE + name if prefix is None else names[prefix] + name.removeprefix(prefix)
+
+
+def prediction_tensors(config: ModelConfig, specs: TensorSpecs) -> TensorSpecs:
+    """Of a prediction layer: ``specs`` of a model of one layer, without those that it shares with the model, and what
+    makes its input.
+    """
+    hidden = config.hidden_size
+    own = {name: spec for name, spec in specs.items() if name not in ("embed", "lm_head")}
+    return {
+        **own,
+        "token_norm": norm(config, hidden, "enorm.weight"),
+        "hidden_norm": norm(config, hidden, "hnorm.weight"),
+        "join": TensorSpec(shape=(hidden, 2 * hidden), parts={"eh_proj.weight": ()}),
+    }
+
+
 def stacked_shape(spec: TensorSpec, num_layers: int) -> tuple[int, ...]:
     """Shape of the storage."""
     return (len(spec.stack(num_layers)), *spec.shape) if spec.per_layer else spec.shape

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import cast
 
 from snapstream.config import (
@@ -38,7 +39,7 @@ from snapstream.exec.executors import (
     why_not_speculative,
 )
 from snapstream.models.hub import local_folder
-from snapstream.models.registry import kv_spec_of, read_model_config
+from snapstream.models.registry import kv_spec_of, prediction_config, read_model_config
 from snapstream.models.sharding import check_groups, decode_weight_bytes, layer_parameters, rank_config
 from snapstream.plan.memory import (
     chunk_bytes,
@@ -270,10 +271,20 @@ def _exact_row_len(model: ModelConfig, kv_dtype: str, options: EngineOptions, ma
     return min([max_model_len, *windows])
 
 
-def with_speculator(options: EngineOptions, *, config_only: bool = False) -> EngineOptions:
-    """The options with the config of their draft model, if they name one. ValueError where it cannot be read."""
+def with_speculator(
+    options: EngineOptions, target: tuple[Path, ModelConfig] | None = None, *, config_only: bool = False
+) -> EngineOptions:
+    """The options with the config of their draft model, if they name one; ``target``: the model, which may have it.
+    ValueError where it cannot be read.
+    """
     if options.speculative_model is None or isinstance(options.speculative_model, Speculator):
         return options
+    if options.speculative_model == Speculator.OWN and target is not None:
+        try:
+            own = prediction_config(*target)
+        except ValueError as error:
+            raise ValueError(f"speculative_model is {Speculator.OWN!r}: {error}") from error
+        return replace(options, speculative_model=Speculator(folder=str(target[0]), model=own))
     folder = local_folder(options.speculative_model, config_only=config_only)
     return replace(options, speculative_model=Speculator(folder=str(folder), model=read_model_config(folder)))
 
@@ -286,6 +297,11 @@ def _speculator(
     """
     if own.model.recurrent_layers:
         raise ValueError(f"{own.model.architecture} has recurrent layers; such a model takes drafts, and drafts none")
+    if own.is_own and (config.executor != "looped" or config.parallel.size > 1):
+        raise ValueError(
+            f"a prediction layer drafts for executor 'looped' on one rank; this engine has {config.executor!r} and "
+            f"{config.parallel.size}"
+        )
     is_gpu, preferred = config.device.startswith("cuda"), preferred_executor(config.device)
     first: tuple[str, DType] = (config.executor, config.dtype) if is_gpu else (preferred, "float32")
     for executor, dtype in (first, (FALLBACK, config.dtype)):

@@ -174,15 +174,21 @@ def load_draft_model(
 ) -> None:
     """The engine's, if it has one; of several ranks on rank 0 alone."""
     from snapstream.exec.draft_model import DraftModel
+    from snapstream.exec.prediction import PredictionDecoder, PredictionDrafter
 
     config = runner.config
     if (draft := config.speculator) is None or runner.speculation is None:
         return
     own = speculator_config(draft, config.max_rows)
-    decoder = _load(Path(draft.folder), draft.model, own, progress, kernels, make_decode)
-    drafter = DraftModel(decoder, own, make_decode or _decode_of_draft(own, runner.decode))
+    make = make_decode or _decode_of_draft(own, runner.decode)
+    if draft.is_own:
+        prediction = PredictionDecoder.of(draft, own, runner.decoder, progress)
+        drafter: DraftModel = PredictionDrafter(prediction, own, make, runner.decoder)
+    else:
+        decoder = _load(Path(draft.folder), draft.model, own, progress, kernels, make_decode)
+        drafter = DraftModel(decoder, own, make)
     drafter.warm_up(progress is True)
-    runner.speculation.drafter = drafter
+    runner.speculation.use(drafter)
 
 
 def _decode_of_draft(config: EngineConfig, target: DecodeStep) -> MakeDecode:
@@ -198,7 +204,7 @@ def _check_vocabulary(folder: Path, model: ModelConfig, speculator: Speculator |
     """ValueError unless the token ids of both models mean the same; without tokenizers, unless they are as many."""
     from snapstream.models.tokenizer import find_tokenizer
 
-    if speculator is None:
+    if speculator is None or speculator.is_own:
         return
     found, other = find_tokenizer(folder), find_tokenizer(Path(speculator.folder))
     if found is None or other is None:

@@ -117,8 +117,9 @@ def describe_speculator(config: EngineConfig) -> str:
     if draft is None:
         return ""
     memory = speculator_memory(draft, config.max_rows)
+    name = "the model's own prediction layer" if draft.is_own else draft.folder
     return (
-        f"draft model: {draft.folder}, {format_bytes(memory.fixed_bytes)} and {format_bytes(memory.row_bytes)} a row, "
+        f"draft model: {name}, {format_bytes(memory.fixed_bytes)} and {format_bytes(memory.row_bytes)} a row, "
         f"at most {config.num_speculative_tokens} tokens a step (--speculative-model, --num-speculative-tokens)"
     )
 

@@ -167,6 +167,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "end_engine": (None, [c_void_p]),
     "step": (c_bool, [c_void_p, POINTER(Step)]),
     "accept": (None, [c_void_p, POINTER(Step), c_void_p]),
+    "hidden": (None, [c_void_p, c_int64, c_void_p]),
     "sampling_bytes": (c_int64, [c_int64]),
     "draw": (None, [c_void_p, POINTER(Sampling), POINTER(Draw), c_void_p, c_int64]),
     "stages": (c_int64, [POINTER(Model)]),
@@ -291,6 +292,10 @@ class NativeEngine:
         there are ``counts [rows]`` int64.
         """
         self._accept(self._handle, byref(step), address(counts))
+
+    def hidden(self, out: Tensor) -> None:
+        """What the last layer gave the first entries of the last step, before the final norm, to ``out [count, D]``."""
+        self.pool.library.hidden(self._handle, len(out), address(out))
 
 
 def shared_bytes(library: Library, model: Model, num_ranks: int, max_batch: int) -> int:

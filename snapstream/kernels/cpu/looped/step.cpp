@@ -383,6 +383,11 @@ EXPORT void looped_accept(Engine& engine, const Step& step, const int64_t* count
     });
 }
 
+// What the last layer gave the first entries of the last step, before the final norm: out [count, D].
+EXPORT void looped_hidden(const Engine& engine, int64_t count, float* out) {
+    std::copy(engine.residual, engine.residual + count * engine.model.hidden, out);
+}
+
 EXPORT void looped_copy_rows(const Stack& matrix, const int64_t* rows, int64_t count, float* out,
                              int64_t threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)

@@ -1,0 +1,197 @@
+"""Prediction layers (MTP) as draft models: they draft what transformers' layers would, and answers do not change."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from snapstream import LLM
+from snapstream.config.engine import Speculator
+from snapstream.exec import draft_model
+from snapstream.exec.prediction import PredictionDrafter
+from snapstream.startup import build
+from snapstream.types import SamplingParams
+from tests.engine.test_speculation import BUDGETS, answers, draw_params, model_alone, needs_compiler
+from tests.parity.checkpoints import VOCAB, make_model, save
+
+pytest.importorskip("transformers.modeling_layers", reason="transformers has no prediction layers").MtpLayer  # noqa: B018
+
+MODELS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "deepseek-v3", "kimi-k2", "glm4-moe"]
+# Random layers, which are hardly ever right, and some that nearly always are.
+CASES = [
+    pytest.param(name, max_rows, knows, marks=[pytest.mark.slow] * ((at + rows) % 3 > 0 or knows == bool(at % 2)))
+    for at, name in enumerate(MODELS)
+    for rows, max_rows in enumerate((1, 16, 17))
+    for knows in (False, True)
+]
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+class Oracle:
+    """A model of transformers with a prediction layer, and what that drafts."""
+
+    def __init__(self, name: str) -> None:
+        from transformers.modeling_layers import MtpLayer
+
+        self.model = make_model(name)
+        if hasattr(self.model.config, "num_mtp_layers"):
+            self.model.config.num_mtp_layers = 1
+        config = copy.deepcopy(self.model.config)
+        config.layer_types, config.mlp_layer_types = ["full_attention"], ["sparse"]
+        if hasattr(config, "first_k_dense_replace"):
+            config.first_k_dense_replace = 0
+        base = self.model.model
+        self.layer = MtpLayer(config, type(base.layers[-1]), type(base.norm), 0).float().eval()
+        torch.manual_seed(5)
+        with torch.no_grad():
+            for key, value in (*self.layer.named_parameters(), *self.layer.named_buffers()):
+                value.copy_(1.0 * ("norm" in key) + 0.25 * torch.randn_like(value))
+
+    @torch.no_grad()
+    def foresee(self) -> None:
+        """Make layers add nothing, so that the layer knows what follows a token: what the model itself says."""
+        for key, value in (*self.model.named_parameters(), *self.layer.named_parameters()):
+            if key.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight", "experts.down_proj")):
+                value.zero_()
+        one = 0.0 if "qwen" in self.model.config.model_type else 1.0  # Qwen's norms add it
+        self.layer.enorm.weight.fill_(one)
+        self.layer.post_norm.weight.copy_(self.model.model.norm.weight)
+        size = len(self.layer.eh_proj.weight)
+        self.layer.eh_proj.weight.copy_(torch.cat((torch.eye(size), torch.zeros(size, size)), 1))
+
+    def save(self, folder: Path) -> Path:
+        """With the layer as the family's checkpoints have it."""
+        save(self.model, folder)
+        is_qwen, behind = "qwen" in self.model.config.model_type, self.model.config.num_hidden_layers
+        layer = "mtp.layers.0." if is_qwen else f"model.layers.{behind}."
+        names = {"mtp_block.": layer, "enorm.": f"{layer}enorm.", "hnorm.": f"{layer}hnorm.",
+                 "eh_proj.": f"{layer}eh_proj.", "post_norm.": f"{layer}shared_head.norm."}  # fmt: skip
+        if is_qwen:
+            outer = {
+                "enorm.": "pre_fc_norm_embedding.",
+                "hnorm.": "pre_fc_norm_hidden.",
+                "eh_proj.": "fc.",
+                "post_norm.": "norm.",
+            }
+            names |= {name: f"mtp.{stored}" for name, stored in outer.items()}
+        own: dict[str, Tensor] = {}
+        for key, value in self.layer.state_dict().items():
+            prefix = next(prefix for prefix in names if key.startswith(prefix))
+            own |= self._as_stored(names[prefix] + key.removeprefix(prefix), value)
+        if not is_qwen:  # copies of what all layers share
+            own[f"{layer}embed_tokens.weight"] = self.model.model.embed_tokens.weight.detach().clone()
+            own[f"{layer}shared_head.head.weight"] = self.model.lm_head.weight.detach().clone()
+        file = folder / "model.safetensors"
+        save_file(load_file(file) | {name: value.contiguous() for name, value in own.items()}, file, {"format": "pt"})
+        return folder
+
+    def _as_stored(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        kind = name.rpartition(".")[2]
+        if ".experts." not in name or self.model.config.model_type == "qwen3_5_moe_text":
+            return {name: value}
+        before = name.removesuffix(kind)
+        return {
+            f"{before}{expert}.{part}.weight": matrix
+            for expert, joined in enumerate(value)
+            for part, matrix in zip(EXPERTS[kind], joined.chunk(len(EXPERTS[kind])), strict=True)
+        }
+
+    @torch.no_grad()
+    def scores(self, tokens: list[int], drafted: list[int]) -> Tensor:
+        """Logits ``[len(drafted), V]`` of each drafted token behind ``tokens``, given those before it."""
+        base, embed = self.model.model, self.model.get_input_embeddings()
+        hidden = base(torch.tensor([tokens[:-1]])).last_hidden_state
+        inputs, found = tokens[1:], []
+        for token in drafted:
+            positions = torch.arange(1, len(inputs) + 1)[None]
+            embedded = embed(torch.tensor([inputs]))
+            mask = torch.full((len(inputs), len(inputs)), float("-inf")).triu(1)[None, None]
+            out = self.layer(
+                embedded, hidden, position_embeddings=base.rotary_emb(embedded, positions), attention_mask=mask,
+                position_ids=positions, past_key_values=None,
+            )  # fmt: skip
+            found.append(self.model.lm_head(out[0, -1]))
+            hidden, inputs = torch.cat((hidden, out[:, -1:]), 1), [*inputs, token]
+        return torch.stack(found)
+
+
+Drafted = tuple[list[int], list[int]]
+
+
+@pytest.fixture
+def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
+    """What the layer has drafted, and behind which tokens; its rows are in fp32."""
+    model_alone(monkeypatch)
+    config, draft, found = build.speculator_config, PredictionDrafter.draft, list[Drafted]()
+    monkeypatch.setattr(build, "speculator_config", lambda *given: replace(config(*given), kv_dtype="float32"))
+
+    def record(own: PredictionDrafter, wanted: Any) -> list[list[int]]:
+        tokens = [history.token_ids for _, history, _ in wanted]
+        drafts = draft(own, wanted)
+        found.extend(zip(tokens, drafts, strict=True))
+        return drafts
+
+    monkeypatch.setattr(PredictionDrafter, "draft", record)
+    return found
+
+
+def prompts_of(random: Random, *sizes: int) -> list[list[int]]:
+    return [[random.randrange(3, VOCAB) for _ in range(size)] for size in sizes]
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", MODELS)
+def test_it_drafts_as_transformers_does(name: str, tmp_path: Path, drafted: list[Drafted]) -> None:
+    oracle, random = Oracle(name), Random(3)
+    settings: dict[str, Any] = {"weights": "float32", "kv_dtype": "float32", "budget": "full", "max_rows": 4}
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with LLM(oracle.save(tmp_path), speculative_model="mtp", progress=False, **settings) as llm:
+        assert any("the model's own prediction layer" in line for line in llm.notes)
+        llm.generate(prompts_of(random, 2, 9, 40, 90, 17), params)
+    assert sum(len(draft) for _, draft in drafted) > 60
+    assert max(len(draft) for _, draft in drafted) > 1
+    for tokens, draft in drafted:
+        if draft:
+            scores = oracle.scores(tokens, draft)
+            best = scores.max(1).values
+            torch.testing.assert_close(scores[torch.arange(len(draft)), draft], best, atol=2e-3, rtol=1e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "max_rows", "knows"), CASES)
+def test_answers_are_those_without(
+    name: str, max_rows: int, knows: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its rows are full again and again, where it falls behind, and of prompts from the prefix store."""
+    monkeypatch.setattr(Speculator, "MOST_SLOTS", 48)
+    monkeypatch.setattr(draft_model, "MOST_FED", 21)
+    oracle, random = Oracle(name), Random(f"{name} {max_rows}")
+    if knows:
+        oracle.foresee()
+    folder = oracle.save(tmp_path)
+    prompts = prompts_of(random, *(random.choice([1, 2, 5, 20, 60, 150]) for _ in range(max_rows + 6)))
+    prompts += [prompt + other for prompt, other in zip(prompts, prompts_of(random, 3, 40, 7), strict=False)]
+    params = [replace(draw_params(random), max_tokens=random.choice([3, 20, 60])) for _ in prompts]
+    if knows:
+        params = [SamplingParams(max_tokens=own.max_tokens, temperature=0.0, ignore_eos=True) for own in params]
+    params = [replace(own, n=min(own.n, max_rows)) for own in params]
+    budget = "full" if name in ("deepseek-v3", "kimi-k2") else BUDGETS["rows"]
+    # The router of experts is not batch-invariant: answers behind a restored prompt differ in their last bits.
+    settings: dict[str, Any] = {"budget": budget, "max_rows": max_rows}
+    if name == "qwen3.5":
+        settings["prefix_store"] = "1MB"
+    want, _, _ = answers(folder, 0, prompts, params, **settings)
+    model_alone(monkeypatch)
+    got, _, (num_drafted, num_accepted) = answers(folder, 4, prompts, params, speculative_model="mtp", **settings)
+    assert got == want
+    assert num_drafted > 30
+    if knows:
+        assert num_accepted > 0.8 * num_drafted
