@@ -13,15 +13,19 @@ and prompt lookup is off.
 With ``--schema`` answers are JSON under a schema, sampled: ``long`` has objects whose names a grammar forces, ``free``
 mostly strings that may be anything.
 
+With ``--prediction`` the model is a Qwen3.5 of 4B whose layers cost the usual time and change nothing, so that its
+prediction layer (MTP) is always right; then drafted tokens are replaced, so that each is right with a probability.
+
     python -m benchmarks.speculation --save
     python -m benchmarks.speculation --schema --rows 1 8 --save
     python -m benchmarks.speculation --draft-model --prompt-len 256 --max-tokens 384 --save
+    python -m benchmarks.speculation --prediction --rows 1 --weights int8 int4 --prompt-len 256 --save    # 9 GB of disk
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +36,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.machine import ceilings, report
 from benchmarks.shapes import llama_folder, random_prompt
 from snapstream.assets import TINY_MODEL
 from snapstream.config.engine import SPECULATIVE_TOKENS
+from snapstream.exec.draft_model import Wanted
+from snapstream.exec.prediction import PredictionDrafter
 from snapstream.exec.speculation import History
 from snapstream.llm import LLM
 from snapstream.models.tokenizer import load_tokenizer
@@ -154,6 +161,88 @@ def measure_draft_models(width: str, rows: int, args: argparse.Namespace) -> dic
     return figure
 
 
+# Qwen3.5-4B, but for the output embedding, which is the embedding there.
+QWEN35_4B: dict[str, Any] = {
+    "vocab_size": 248320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+    "architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16",
+}  # fmt: skip
+RIGHT = (1.0, 0.8, 0.6)  # how probably a drafted token is right
+
+
+@contextmanager
+def prediction_folder() -> Iterator[Path]:
+    """A checkpoint with a prediction layer that knows what the model says: the token follows from the last one."""
+    from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
+
+    config, generator = Qwen3_5TextConfig(**QWEN35_4B), torch.Generator().manual_seed(1)
+    with torch.device("meta"):
+        shapes = {name: own.shape for name, own in AutoModelForCausalLM.from_config(config).state_dict().items()}
+    attention = f"model.layers.{(config.layer_types or []).index('full_attention')}."
+    shapes |= {name.replace(attention, "mtp.layers.0."): own for name, own in shapes.items() if attention in name}
+    tensors = {}
+    for name, shape in shapes.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
+            tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
+        elif len(shape) > 1:  # logits that differ enough for a sure choice
+            scale = 1.0 if name.startswith("lm_head") else 0.02
+            tensors[name] = torch.randn(shape, generator=generator).mul_(scale).bfloat16()
+        else:  # norms but that of gated DeltaNet add 1
+            fill = 0.0 if "norm" in name and "linear_attn" not in name else 1.0
+            tensors[name] = torch.full(shape, fill, dtype=torch.bfloat16)
+    size = config.hidden_size
+    for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        tensors[f"mtp.{name}.weight"] = torch.zeros(size, dtype=torch.bfloat16)
+    tensors["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1).bfloat16()
+    with TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder, "model.safetensors"), {"format": "pt"})
+        tensors.clear()
+        config.save_pretrained(folder)
+        yield Path(folder)
+
+
+def measure_predictions(width: str, rows: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Figures of one width and batch."""
+    random, right, vocab = Random(1), [1.0], QWEN35_4B["vocab_size"]
+    draft = PredictionDrafter.draft
+
+    def spoiled(own: PredictionDrafter, wanted: Sequence[Wanted]) -> list[list[int]]:
+        return [
+            [token if random.random() < right[0] else (token + 1) % vocab for token in found]
+            for found in draft(own, wanted)
+        ]
+
+    with ExitStack() as stack:
+        plain, own = (
+            stack.enter_context(
+                LLM(args.folder, budget="full", max_rows=rows, max_model_len=args.prompt_len + args.max_tokens,
+                    weights=width, progress=False, **settings)
+            )
+            for settings in ({"num_speculative_tokens": 0}, {"speculative_model": "mtp"})
+        )  # fmt: skip
+        prompts = [random_prompt(args.prompt_len, vocab, seed=row) for row in range(rows)]
+        params = SamplingParams(max_tokens=args.max_tokens, temperature=0.0, ignore_eos=True)
+        stack.enter_context(mock.patch.object(History, "draft", lambda history, most: []))
+        stack.enter_context(mock.patch.object(PredictionDrafter, "draft", spoiled))
+        want = [output.token_ids for output in plain.generate(prompts, params)]
+        own.generate(prompts, params)
+        figure: dict[str, Any] = {"weights": width, "rows": rows, "right": {}}
+        speeds: list[float] = []
+        for share in RIGHT:
+            right[0], ratios, counts = share, [], [0, 0]
+            for _ in range(args.repeats):
+                speeds.append(tokens_per_s(plain.generate(prompts, params)))
+                outputs = own.generate(prompts, params)
+                assert [output.token_ids for output in outputs] == want, "a prediction layer changed an answer"
+                ratios.append(tokens_per_s(outputs) / speeds[-1])
+                counts[0] += sum(output.timings.drafted_tokens for output in outputs)
+                counts[1] += sum(output.timings.accepted_tokens for output in outputs)
+            accepted = counts[1] / counts[0] if counts[0] else 0.0
+            figure["right"][str(share)] = {"speedup": median(ratios), "accepted_share": accepted}
+    return figure | {"plain_tokens_per_s": median(speeds)}
+
+
 def schema(names: list[str], count: int, value: dict[str, Any]) -> Grammar:
     """An array of ``count`` objects with these properties."""
     properties = {name: value for name in names}
@@ -211,19 +300,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="of prompt lookup; engines of several start turn by turn")
     parser.add_argument("--draft-model", action="store_true", help="draft models instead of prompt lookup")
+    parser.add_argument("--prediction", action="store_true", help="a model's own prediction layer")
     parser.add_argument("--schema", action="store_true", help="answers under a JSON schema")
     parser.add_argument("--save", action="store_true", help="write the result under benchmarks/results")
     args = parser.parse_args()
     ceiling = ceilings()
     figures = []
     measured = measure_draft_models if args.draft_model else measure_schemas if args.schema else measure
-    for width in args.weights:
-        for rows in args.rows:
-            figures.append(measured(width, rows, args))
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures[-1].items()}, flush=True)
+    measured = measure_predictions if args.prediction else measured
+    with prediction_folder() if args.prediction else nullcontext() as args.folder:
+        for width in args.weights:
+            for rows in args.rows:
+                figures.append(measured(width, rows, args))
+                print({k: round(v, 3) if isinstance(v, float) else v for k, v in figures[-1].items()}, flush=True)
     name, model = "speculation", "random Llama of 100M"
     if args.draft_model:
         name, model = "draft_model", f"random Llama of 12 layers, vocabulary of {VOCAB:,}, draft model of 2 layers"
+    if args.prediction:
+        name, model = "prediction", "random Qwen3.5 of 4B with a prediction layer"
     if args.schema:
         name, model = "schema_drafts", "random Llama of 100M, tokenizer of the tiny model"
     report(name, ceiling, {"model": model, "arms": figures}, save=args.save)

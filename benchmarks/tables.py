@@ -218,6 +218,17 @@ def draft_model(figures: dict[str, Any]) -> str:
     return f"Decode with a draft model against without, {figures['model']}:\n\n" + table(heads, rows)
 
 
+def prediction(figures: dict[str, Any]) -> str:
+    rows = [
+        [arm["weights"], str(arm["rows"]), f"{arm['plain_tokens_per_s']:.1f}",
+         *(f"{own['speedup']:.2f}x" for own in arm["right"].values())]
+        for arm in figures["arms"]
+    ]  # fmt: skip
+    shares = [f"right with {float(share):.0%}" for share in figures["arms"][0]["right"]]
+    heads = ["weights", "rows", "tokens/s without drafts", *shares]
+    return f"Decode with a prediction layer against without, {figures['model']}:\n\n" + table(heads, rows)
+
+
 def schema_drafts(figures: dict[str, Any]) -> str:
     rows = [
         [arm["weights"], str(arm["rows"]),
@@ -496,7 +507,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "peers_tiny": peers, "peers_batches_100m": peers_batches, **dict.fromkeys(FILES, llama_bench),
     **dict.fromkeys(ENGINES, peers_all), **dict.fromkeys(LADDERS, looping),
     "spec_prefill": spec_prefill, "serving": serving,
-    "draft_model": draft_model, "schema_drafts_avx2": schema_drafts, "soak": soak, "executors": executors,
+    "draft_model": draft_model, "prediction": prediction, "schema_drafts_avx2": schema_drafts, "soak": soak, "executors": executors,
     "grammar": grammar, "turns": turns, "turns_qwen3.5-100m_avx2": turns, "agent_turns": agent_turns,
     "drop_in": drop_in, "experts": experts, "bad_sockets": bad_sockets, "transfer": transfer,
     "ranks": ranks, "sampling": sampling, "ray_scale": ray_scale, "ray_soak": ray_soak,

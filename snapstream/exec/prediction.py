@@ -75,7 +75,7 @@ class PredictionDrafter(DraftModel):
         assert isinstance(self.decode, ShowsHidden)  # others are refused
         self._own, self._target, self._show = decoder, target, self.decode
         self.num_hidden = self._read_len
-        self._kept = torch.empty(config.max_rows, self._read_len, decoder.config.hidden_size)
+        self._kept = torch.empty(config.max_rows, self._read_len, decoder.config.hidden_size, dtype=torch.bfloat16)
         self._seen: dict[int, _Seen] = {}
         self._after: dict[int, Tensor] = {}  # by row, what the layer gave its last token [D], normed
 
@@ -88,7 +88,7 @@ class PredictionDrafter(DraftModel):
         end, hidden = first + len(hidden), self._of_target(hidden)
         for row in rows:
             self._seen[row] = _Seen(first, end)
-            self._kept[row, torch.arange(first, end) % self._read_len] = hidden
+            self._kept[row, torch.arange(first, end) % self._read_len] = hidden.bfloat16()
 
     def follow(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
         """A step has fed each row ``counts`` tokens, whose hidden states begin at ``starts`` of ``hidden [B, D]``."""
@@ -98,7 +98,7 @@ class PredictionDrafter(DraftModel):
                 places += ((row, (seen.end + i) % self._read_len, start + i) for i in range(count))
                 seen.end += count
         own, at, entries = torch.tensor(places).view(-1, 3).unbind(1)
-        self._kept[own, at] = self._of_target(hidden[entries])
+        self._kept[own, at] = self._of_target(hidden[entries]).bfloat16()
 
     def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         """See ``DraftModel``; none for a row of which nothing is known but its last token."""
@@ -123,7 +123,7 @@ class PredictionDrafter(DraftModel):
             for row, first, tokens in fed
         ]
         ids = torch.tensor([token for _, _, tokens in fed for token in tokens])
-        self._own.take(self._target.embed(ids), torch.cat(hidden))
+        self._own.take(self._target.embed(ids), torch.cat(hidden).float())
         places = iter(range(len(ids)))
         return [[next(places) for _ in tokens] for _, _, tokens in fed]
 

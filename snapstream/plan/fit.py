@@ -299,8 +299,8 @@ def _speculator(
         raise ValueError(f"{own.model.architecture} has recurrent layers; such a model takes drafts, and drafts none")
     if own.is_own and (config.executor != "looped" or config.parallel.size > 1):
         raise ValueError(
-            f"a prediction layer drafts for executor 'looped' on one rank; this engine has {config.executor!r} and "
-            f"{config.parallel.size}"
+            "a prediction layer drafts on one rank with executor 'looped'; there are "
+            f"{config.parallel.size} with {config.executor!r}"
         )
     is_gpu, preferred = config.device.startswith("cuda"), preferred_executor(config.device)
     first: tuple[str, DType] = (config.executor, config.dtype) if is_gpu else (preferred, "float32")
