@@ -485,8 +485,8 @@ class EngineOptions(Settings):
     )
     speculative_model: str | Speculator | None = setting(
         None,
-        "Small model with the same vocabulary (folder, GGUF file or hub id) that drafts tokens where prompt lookup "
-        "finds none, or mtp: the model's own prediction layer; answers stay the same. Default: none.",
+        "Small model with the same vocabulary (folder, GGUF file or hub id), or mtp, the model's own prediction layer, "
+        "that drafts tokens where prompt lookup finds none; answers stay the same. Default: none.",
         metavar="MODEL",
         parse=str,
     )

@@ -392,7 +392,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     stored: StoredWeights = field(default_factory=StoredWeights)
     table_lines: int | None = None  # of the vocabulary on this rank, with the last rank's padding; None: V
-    float_tensors: tuple[str, ...] = ()  # of a rank: tensors that are not quantized, see TensorSpec.is_float
+    float_tensors: tuple[str, ...] = ()  # of a rank or prediction layer: tensors that are not quantized, see TensorSpec
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",

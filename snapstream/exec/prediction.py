@@ -24,6 +24,8 @@ from snapstream.models.checkpoint import LoadProgress, load_weights
 from snapstream.models.decoder import Decoder
 from snapstream.models.weights import DecoderWeights
 
+KEPT = torch.bfloat16  # dtype of the hidden states that rows keep
+
 
 class PredictionDecoder(Decoder):
     """A prediction layer; ``given [N, D]`` are the inputs that token ids stand for."""
@@ -73,36 +75,36 @@ class PredictionDrafter(DraftModel):
     ) -> None:
         super().__init__(decoder, config, make_decode)
         assert isinstance(self.decode, ShowsHidden)  # others are refused
-        self._own, self._target, self._show = decoder, target, self.decode
+        self.layer, self._target, self._show = decoder, target, self.decode
         self.num_hidden = self._read_len
-        self._kept = torch.empty(config.max_rows, self._read_len, decoder.config.hidden_size, dtype=torch.bfloat16)
+        self._kept = torch.empty(config.max_rows, self._read_len, decoder.config.hidden_size, dtype=KEPT)
         self._seen: dict[int, _Seen] = {}
         self._after: dict[int, Tensor] = {}  # by row, what the layer gave its last token [D], normed
 
     def forget(self, row: int) -> None:
         super().forget(row)
-        self._seen.pop(row, None)
+        self._after.pop(row, None)
 
     def begin(self, rows: Sequence[int], first: int, hidden: Tensor) -> None:
-        """Rows have a prompt; ``hidden [n, D]``: of its tokens from index ``first`` on."""
-        end, hidden = first + len(hidden), self._of_target(hidden)
+        """See ``speculation.Follower``."""
+        end, kept = first + len(hidden), self._of_target(hidden).to(KEPT) if len(hidden) else hidden.to(KEPT)
         for row in rows:
             self._seen[row] = _Seen(first, end)
-            self._kept[row, torch.arange(first, end) % self._read_len] = hidden.bfloat16()
+            self._kept[row, torch.arange(first, end) % self._read_len] = kept
 
     def follow(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:
-        """A step has fed each row ``counts`` tokens, whose hidden states begin at ``starts`` of ``hidden [B, D]``."""
+        """See ``speculation.Follower``."""
         places: list[tuple[int, int, int]] = []  # of what is kept: row, place, entry
         for row, start, count in zip(rows, starts, counts, strict=True):
-            if (seen := self._seen.get(row)) is not None:
-                places += ((row, (seen.end + i) % self._read_len, start + i) for i in range(count))
-                seen.end += count
-        own, at, entries = torch.tensor(places).view(-1, 3).unbind(1)
-        self._kept[own, at] = self._of_target(hidden[entries]).bfloat16()
+            seen = self._seen[row]
+            places += ((row, (seen.end + i) % self._read_len, start + i) for i in range(count))
+            seen.end += count
+        own, at, entries = torch.tensor(places).unbind(1)
+        self._kept[own, at] = self._of_target(hidden[entries]).to(KEPT)
 
     def draft(self, wanted: Sequence[Wanted]) -> list[list[int]]:
         """See ``DraftModel``; none for a row of which nothing is known but its last token."""
-        can = [row in self._seen and self._first_of(row) < history.num_tokens for row, history, _ in wanted]
+        can = [self._first_of(row) < history.num_tokens for row, history, _ in wanted]
         usable = [own for own, is_usable in zip(wanted, can, strict=True) if is_usable]
         found = iter(super().draft(usable) if usable else ())
         for row, _, _ in usable:
@@ -123,7 +125,7 @@ class PredictionDrafter(DraftModel):
             for row, first, tokens in fed
         ]
         ids = torch.tensor([token for _, _, tokens in fed for token in tokens])
-        self._own.take(self._target.embed(ids), torch.cat(hidden).float())
+        self.layer.take(self._target.embed(ids), torch.cat(hidden).float())
         places = iter(range(len(ids)))
         return [[next(places) for _ in tokens] for _, _, tokens in fed]
 
@@ -132,7 +134,7 @@ class PredictionDrafter(DraftModel):
             hidden = torch.stack([self._after[row] for row in rows])
         else:
             hidden = self._normed(self._show.hidden(len(rows)))
-        self._own.take(self._target.embed(tokens[: len(rows)].clamp(min=0)), hidden)
+        self.layer.take(self._target.embed(tokens[: len(rows)].clamp(min=0)), hidden)
         return torch.arange(len(rows))
 
     def _feed_batch(self, batch: DraftBatch, ends: Mapping[int, int]) -> Tensor:
@@ -142,10 +144,10 @@ class PredictionDrafter(DraftModel):
         return logits
 
     def _read_logits(self, row: int, hidden: Tensor) -> Tensor:
-        self._after[row] = self._normed(hidden.clone())[0]
+        self._after[row] = self._normed(hidden)[0]
         return super()._read_logits(row, hidden)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        return self._own.kernels.rms_norm(
-            hidden, self._own.weights.vectors["final_norm"], self._own.config.rms_norm_eps
+        return self.layer.kernels.rms_norm(
+            hidden, self.layer.weights.vectors["final_norm"], self.layer.config.rms_norm_eps
         )

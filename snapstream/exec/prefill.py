@@ -243,6 +243,7 @@ class PrefillJob:
             staging_start=spec.staging_start,
             num_restored=[entry.num_restored for entry in entries],
             adapters=[entry.adapter for entry in entries],
+            num_hidden=num_hidden,
         )
         self.token_ids = tokens.token_ids  # [N]
         wants_all = any(entry.sampling.prompt_logprobs is not None for entry in entries)
@@ -255,7 +256,6 @@ class PrefillJob:
             self._layer_done,
             "all" if wants_all else "last",
             RowStates(writer.cache, entries, send, mover),
-            num_hidden=num_hidden,
         )
         self._num_hidden = num_hidden
 

@@ -340,7 +340,11 @@ class ModelRunner:
                 self._parts.place(layer, row.entry, None if row.row is None else row.row.parts[layer])
                 self._on_unit()
         prompts = [Finished(row.entry, partial(received_result, row)) for row in received]
-        self._draw(prompts, self._parts.hidden([row.row for row in received]), step)
+        hidden = self._parts.hidden([row.row for row in received])
+        self._draw(prompts, hidden, step)
+        if (follower := self._follower) is not None:
+            for prompt in prompts:
+                follower.begin(prompt.entry.rows, prompt.entry.prompt_len, hidden[:0])
 
     def _send(self, layer: int, entry: PrefillEntry) -> None:
         part = self._parts.take(layer, entry)  # a collective

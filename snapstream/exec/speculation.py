@@ -76,7 +76,9 @@ class Follower(Protocol):
     num_hidden: int  # of the last tokens of a prompt
 
     def begin(self, rows: Sequence[int], first: int, hidden: Tensor) -> None:
-        """Rows have a prompt; ``hidden [n, D]``: what the last layer gave its tokens from index ``first`` on."""
+        """Rows have a prompt; ``hidden [n, D]``: what the last layer gave its tokens from index ``first`` on, of a row
+        that came from another engine none.
+        """
         ...
 
     def follow(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], hidden: Tensor) -> None:

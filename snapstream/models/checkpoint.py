@@ -501,7 +501,7 @@ def _read_floats(shard: Any, name: str, cut: Cut, rounded: WeightFormat | None) 
     """A slice of a matrix of floats. ``rounded``: of a shard that is not quantized because it cuts through groups, the
     format on a single rank, to which its values are rounded all the same.
     """
-    if rounded is None or rounded.is_fp8:
+    if rounded is None or rounded.is_fp8 or not rounded.is_quantized:
         return read_part(shard, name, cut.slices)
     outer = cut.aligned((1, rounded.block))
     values = encode(read_part(shard, name, outer.slices), rounded)
@@ -533,6 +533,8 @@ def _stored_format(
     name: str, spec: TensorSpec, config: ModelConfig, manifest: Mapping[str, StoredTensor]
 ) -> WeightFormat | None:
     """The format in the files of a part of ``spec`` if it is quantized there."""
+    if config.prediction_of and spec.is_float:
+        return None
     if (own := config.stored.own_format(name)) is not None:
         return own
     if spec.is_matrix and (spec.is_table or not spec.per_layer):

@@ -56,6 +56,8 @@ class PassTokens:
     # unit. Empty: none.
     num_restored: Sequence[int] = ()
     adapters: Sequence[int] = ()  # LoRA adapters by prompt, 0: none; empty: none at all
+    # So many last tokens of a prompt pass the last layer in any case; other outputs keep their bits.
+    num_hidden: int = 0
 
     @property
     def num_computed(self) -> list[int]:
@@ -81,13 +83,8 @@ class LayerPass:
         layer_done: LayerDone,
         outputs: Outputs = "last",
         states: PromptStates | None = None,
-        *,
-        num_hidden: int = 0,
     ) -> None:
-        """``states`` are needed by models with recurrent layers, for which ``layer_done`` is not called. Of the last
-        ``num_hidden`` tokens of a prompt the last layer is computed, too; the bits of other outputs stay.
-        """
-        self._num_hidden = num_hidden
+        """``states`` are needed by models with recurrent layers, for which ``layer_done`` is not called."""
         self._states = states
         self._decoder, self._buffers, self._tokens = decoder, buffers, tokens
         self._chunk_len, self._attention, self._layer_done, self._outputs = chunk_len, attention, layer_done, outputs
@@ -220,8 +217,8 @@ class LayerPass:
     def _tails(self, chunk: Chunk) -> list[Segment]:
         """The chunk's share of the last ``num_hidden`` tokens of each prompt, where only few tokens need outputs."""
         found: list[Segment] = []
-        for own in chunk.segments if self._num_hidden and chunk.outputs is not None else ():
-            skip = max(self._tokens.prompt_lens[own.prompt] - self._num_hidden - own.prompt_start, 0)
+        for own in chunk.segments if self._tokens.num_hidden and chunk.outputs is not None else ():
+            skip = max(self._tokens.prompt_lens[own.prompt] - self._tokens.num_hidden - own.prompt_start, 0)
             if skip < own.length:
                 start = own.prompt_start + skip
                 at, length = own.chunk_start + skip, own.length - skip

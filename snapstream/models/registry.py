@@ -124,15 +124,18 @@ def prediction_config(folder: Path, model: ModelConfig) -> ModelConfig:
     )  # fmt: skip
     shapes = {own_name(name, config): shape for name, shape in quantization.tensor_shapes(folder).items()}
     if shapes and f"{PREDICTION}eh_proj.weight" not in shapes:
-        raise ValueError(
-            f"{folder} has no prediction layer: neither mtp.fc nor model.layers.{model.num_layers}.eh_proj"
-        )
+        layer = f"model.layers.{model.num_layers}"
+        raise ValueError(f"{folder} has no prediction layer: neither mtp.fc.weight nor {layer}.eh_proj.weight")
     if (down := shapes.get(f"{PREDICTION}mlp.experts.down_proj")) is not None and moe is not None:
         is_transposed = moe.inner != model.hidden_size and down[1:] == [moe.inner, model.hidden_size]
         config = replace(config, has_fused_experts=True, has_transposed_experts=is_transposed)
     scales = quantization.SCALES, quantization.FP8_SCALES, quantization.GPTQ_SCALES
     if not any(name.startswith(PREDICTION) and name.endswith(scales) for name in shapes):
-        config = replace(config, stored=StoredWeights(dtype=model.stored.dtype))  # floats, whatever the layers are
+        return replace(config, stored=StoredWeights(dtype=model.stored.dtype))  # floats, whatever the layers are
+    if config.stored.quantized is not None and config.stored.quantized.is_fp8:
+        parts = [part for part in checkpoint_parts(tensor_specs(config), 1) if part.name in shapes]
+        floats = {part.target for part in parts if f"{part.name}{quantization.FP8_SCALES}" not in shapes}
+        config = replace(config, float_tensors=tuple(sorted(floats)))
     return config
 
 

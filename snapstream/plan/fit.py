@@ -327,7 +327,8 @@ def _with_drafts(
                 raise ValueError(problem)
             speculator = _speculator(speculator, config, options, problems)
         except ValueError as error:
-            raise ValueError(f"speculative_model is {speculator.folder!r}: {error}") from error
+            name = Speculator.OWN if speculator.is_own else speculator.folder
+            raise ValueError(f"speculative_model is {name!r}: {error}") from error
     if wanted == "auto":
         # By itself where it was measured; and products of wider steps round differently in other executors.
         is_on = problem is None and (config.executor == "looped" or speculator is not None)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from snapstream import LLM
 from snapstream.config.engine import Speculator
-from snapstream.exec import draft_model
+from snapstream.exec import draft_model, prediction
 from snapstream.exec.prediction import PredictionDrafter
 from snapstream.startup import build
 from snapstream.types import SamplingParams
 from tests.engine.test_speculation import BUDGETS, answers, draw_params, model_alone, needs_compiler
+from tests.parity import test_latents
 from tests.parity.checkpoints import VOCAB, make_model, save
+from tests.parity.test_latents import DELTA_MIXTURE, LATENT_SIZES, SIZES, WIDE, narrowed
 
 pytest.importorskip("transformers.modeling_layers", reason="transformers has no prediction layers").MtpLayer  # noqa: B018
 
@@ -38,10 +40,10 @@ EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)
 class Oracle:
     """A model of transformers with a prediction layer, and what that drafts."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, **sizes: Any) -> None:
         from transformers.modeling_layers import MtpLayer
 
-        self.model = make_model(name)
+        self.model = make_model(name, **sizes)
         if hasattr(self.model.config, "num_mtp_layers"):
             self.model.config.num_mtp_layers = 1
         config = copy.deepcopy(self.model.config)
@@ -128,8 +130,9 @@ Drafted = tuple[list[int], list[int]]
 
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
-    """What the layer has drafted, and behind which tokens; its rows are in fp32."""
+    """What the layer has drafted, and behind which tokens; what it keeps is in fp32."""
     model_alone(monkeypatch)
+    monkeypatch.setattr(prediction, "KEPT", torch.float32)
     config, draft, found = build.speculator_config, PredictionDrafter.draft, list[Drafted]()
     monkeypatch.setattr(build, "speculator_config", lambda *given: replace(config(*given), kv_dtype="float32"))
 
@@ -195,3 +198,44 @@ def test_answers_are_those_without(
     assert num_drafted > 30
     if knows:
         assert num_accepted > 0.8 * num_drafted
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next"])
+def test_layers_in_fp8_blocks(
+    name: str, tmp_path: Path, drafted: list[Drafted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As published: the product that joins token and hidden state stays in floats."""
+    sizes = {"deepseek-v3": SIZES | LATENT_SIZES | {"moe_intermediate_size": 128}, "qwen3-next": DELTA_MIXTURE}[name]
+    monkeypatch.setattr(test_latents, "WIDE", (*WIDE, "eh_proj", "mtp.fc", "shared_head"))
+    folder = Oracle(name, **sizes).save(tmp_path / "source")
+    params = SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
+    found = []
+    for own in narrowed(folder, tmp_path):
+        drafted.clear()
+        with LLM(own, speculative_model="mtp", budget="full", max_rows=2, activations="dtype", progress=False) as llm:
+            llm.generate(prompts_of(Random(4), 5, 30), params)
+            layer = llm.engine.runner.speculation.drafter.layer  # type: ignore[attr-defined]
+            assert layer.weights.matrices["o"].form.is_fp8 == (own.name == "fp8")
+        found.append(list(drafted))
+    assert found[0] == found[1]
+    assert sum(len(draft) for _, draft in found[0]) > 9
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("name", "has_layer", "settings", "reason"),
+    [
+        ("qwen3.5", False, {}, "has no prediction layer: neither mtp.fc.weight nor model.layers.5.eh_proj.weight"),
+        ("qwen3", False, {}, "prediction layers of Qwen3ForCausalLM are not supported; those of Qwen3NextForCausalLM"),
+        ("qwen3.5", True, {"executor": "eager"}, "one rank with executor 'looped'; there are 1 with 'eager'"),
+        ("qwen3.5", True, {"tensor_parallel": 2}, "one rank with executor 'looped'; there are 2 with 'looped'"),
+        ("qwen3.5", True, {"num_speculative_tokens": 0}, ", and num_speculative_tokens is 0"),
+    ],
+)
+def test_what_has_no_prediction_layer_is_refused(
+    name: str, has_layer: bool, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    folder = Oracle(name).save(tmp_path) if has_layer else save(make_model(name), tmp_path)
+    with pytest.raises(ValueError, match=f"^speculative_model is 'mtp'.*{reason}"):
+        LLM(folder, speculative_model="mtp", progress=False, **settings)
