@@ -44,7 +44,7 @@ from snapstream.models.prefill import LayerPass, PassTokens
 from snapstream.models.registry import kv_spec_of, read_model_config
 from snapstream.models.sharding import layer_parameters, weight_bytes
 from snapstream.models.tokenizer import find_tokenizer
-from snapstream.plan.fit import why_no_heads
+from snapstream.plan.fit import why_no_heads, with_speculator
 from snapstream.startup.build import build_runner
 from snapstream.startup.measure import decide
 
@@ -410,6 +410,7 @@ def automatic_heads(
 
     ``on_stage`` hears of a wait. ValueError for options that no engine could have, whatever its heads.
     """
+    options = with_speculator(options, (folder, model))
     equal = replace(options, heads="none")
     config = decide(model, equal)
     if config.budget.num_topk == 0 or config.budget.capacity >= config.max_model_len:

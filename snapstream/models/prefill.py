@@ -181,8 +181,8 @@ class LayerPass:
             added(residual, self._decoder.finish_layer(layer, block, (residual, attended), inputs))
             return
         places = [place for own in tails for place in range(own.chunk_slice.start, own.chunk_slice.stop)]
-        others = residual[places]
         if tails:
+            others = residual[places]
             self._adapt((own.prompt, own.length) for own in tails)
             heads = attended[places] if attends_all else self._attend_tails(block, tails, others, rope, places)
             given = None if inputs is None else TokenInputs(inputs.token_ids[places], inputs.embedded[places])
@@ -208,8 +208,9 @@ class LayerPass:
             added(last, self._decoder.finish_layer(layer, block, (last, heads), given))
             for place, hidden in zip(targets, last, strict=True):
                 place.copy_(hidden)
-        kept = [index for index, place in enumerate(places) if place not in chunk.outputs]
-        residual[[places[index] for index in kept]] = others[kept]
+        if tails:
+            kept = [index for index, place in enumerate(places) if place not in chunk.outputs]
+            residual[[places[index] for index in kept]] = others[kept]
 
     def _view(self, chunk: Chunk, keep: Callable[[Sequence[Segment], QueriesAt], None]) -> StagingView:
         return StagingView(self._buffers, chunk, self._decoder.kernels, self._attention, keep, self._states)

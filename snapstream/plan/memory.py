@@ -284,7 +284,8 @@ def speculator_memory(speculator: Speculator, max_rows: int) -> SpeculatorMemory
     memory = engine_memory(speculator.model, config)
     parts = memory.weight_bytes, memory.staging_bytes, memory.transient_bytes, memory.dequantized_bytes
     scratch = executor_of(speculator.executor).scratch_bytes(speculator.model, config)  # the framework is the engine's
-    kept = speculator.is_own * speculator.num_read * speculator.model.hidden_size * DTYPE_BYTES["bfloat16"]
+    hidden = speculator.num_read * DTYPE_BYTES["bfloat16"] + DTYPE_BYTES[config.dtype]  # kept, and an input
+    kept = speculator.is_own * speculator.model.hidden_size * hidden
     return SpeculatorMemory(
         fixed_bytes=sum(parts) + scratch, row_bytes=memory.row_bytes + kept, state_bytes=memory.state_bytes,
         batch_bytes=memory.batch_bytes,

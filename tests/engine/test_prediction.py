@@ -14,9 +14,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from snapstream import LLM
+from snapstream.calibration import automatic_heads
+from snapstream.config import EngineOptions
 from snapstream.config.engine import Speculator
 from snapstream.exec import draft_model, prediction
 from snapstream.exec.prediction import PredictionDrafter
+from snapstream.kv.selectors.snapkv import SnapKV
+from snapstream.models.registry import read_model_config
 from snapstream.startup import build
 from snapstream.types import SamplingParams
 from tests.engine.test_speculation import BUDGETS, answers, draw_params, model_alone, needs_compiler
@@ -153,12 +157,13 @@ def prompts_of(random: Random, *sizes: int) -> list[list[int]]:
 @needs_compiler
 @pytest.mark.parametrize("name", MODELS)
 def test_it_drafts_as_transformers_does(name: str, tmp_path: Path, drafted: list[Drafted]) -> None:
+    """Prompts also of several chunks, which share some."""
     oracle, random = Oracle(name), Random(3)
-    settings: dict[str, Any] = {"weights": "float32", "kv_dtype": "float32", "budget": "full", "max_rows": 4}
+    settings: dict[str, Any] = {"kv_dtype": "float32", "budget": "full", "max_rows": 4, "chunk_len": 32}
     params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     with LLM(oracle.save(tmp_path), speculative_model="mtp", progress=False, **settings) as llm:
         assert any("the model's own prediction layer" in line for line in llm.notes)
-        llm.generate(prompts_of(random, 2, 9, 40, 90, 17), params)
+        llm.generate(prompts_of(random, 2, 9, 40, 90, 17, 150), params)
     assert sum(len(draft) for _, draft in drafted) > 60
     assert max(len(draft) for _, draft in drafted) > 1
     for tokens, draft in drafted:
@@ -239,3 +244,12 @@ def test_what_has_no_prediction_layer_is_refused(
     folder = Oracle(name).save(tmp_path) if has_layer else save(make_model(name), tmp_path)
     with pytest.raises(ValueError, match=f"^speculative_model is 'mtp'.*{reason}"):
         LLM(folder, speculative_model="mtp", progress=False, **settings)
+
+
+@needs_compiler
+def test_with_heads_that_are_found_at_the_start(tmp_path: Path) -> None:
+    """As a server does it, before there is an engine."""
+    folder = Oracle("qwen3.5").save(tmp_path)
+    options = EngineOptions(speculative_model="mtp", budget=BUDGETS["rows"], selector=SnapKV(observation_len=8))
+    found, _ = automatic_heads(folder, read_model_config(folder), options)
+    assert isinstance(found.speculative_model, Speculator) and found.speculative_model.is_own
