@@ -16,7 +16,7 @@ import typer
 
 from snapstream.assets import TINY_MODEL
 from snapstream.cli.flags import ENGINE_ALIASES, Flags, Model, ModelOrTiny, needs_extra, number, whole_option
-from snapstream.config import EngineOptions, as_count
+from snapstream.config import EngineOptions, as_count, as_number
 from snapstream.config.values import num_cores
 from snapstream.models.hub import local_folder
 from snapstream.server.options import ADMIN_VARIABLE, ENGINE_DEFAULTS, ServeOptions
@@ -105,6 +105,7 @@ def worker(
     ] = PATIENCE_S,
 ) -> None:
     as_count("--ranks", ranks, 1)
+    as_number("--patience", patience, 0.0, 604800.0)
     if address == "env" and ranks > 1:
         raise ValueError(f"--ranks is {ranks}; RANK names one rank: start a process for each")
     model = local_folder(model)

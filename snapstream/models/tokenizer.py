@@ -113,7 +113,7 @@ def _check_settings(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """ValueError for settings that transformers accepts and fails on with the first prompt."""
     file, template, longest = folder / "tokenizer_config.json", tokenizer.chat_template, tokenizer.model_max_length
     if template is not None and not isinstance(template, (str, dict)):
-        raise ValueError(f"{file}: chat_template is {template!r}; it must be a text, or several by name")
+        raise ValueError(f"{file}: chat_template is {template!r}; it must be a string, or several by name")
     if not isinstance(longest, (int, float)):
         raise ValueError(f"{file}: model_max_length is {longest!r}; it must be a number")
 

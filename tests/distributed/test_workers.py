@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from snapstream import LLM, SamplingParams
+from snapstream.cli import main
 from snapstream.cli.serve import environment, run_all
 from snapstream.config import EngineOptions
 from snapstream.distributed.control import Hello, RankLost
@@ -226,6 +227,12 @@ def test_several_ranks_of_a_machine_have_a_gpu_each_and_share_its_cores(monkeypa
     assert [environment(rank, 2)["CUDA_VISIBLE_DEVICES"] for rank in range(2)] == ["5", "7"]
     with pytest.raises(ValueError, match="--ranks is 3; CUDA_VISIBLE_DEVICES names 2 GPUs"):
         environment(0, 3)
+
+
+@pytest.mark.parametrize("patience", ["nan", "-1", "inf"])
+def test_a_worker_waits_for_a_time(patience: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["worker", "127.0.0.1:1", str(tmp_path), "--patience", patience]) == 2
+    assert "--patience" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

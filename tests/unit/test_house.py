@@ -49,7 +49,7 @@ REGISTRIES = {"snapstream.cli.app", "snapstream.models.registry"}
 # a registry.
 COUNTS = {
     "Python files of the package": 207,
-    "Python lines of the package": 55432,
+    "Python lines of the package": 55433,
     "C++ files": 28,
     "files under tests/": 229,
     "modules with one importer": 20,
