@@ -185,12 +185,14 @@ def prediction_folder() -> Iterator[Path]:
     for name, shape in shapes.items():
         if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")):
             tensors[name] = torch.zeros(shape, dtype=torch.bfloat16)
-        elif len(shape) > 1:  # logits that differ enough for a sure choice
-            scale = 1.0 if name.startswith("lm_head") else 0.02
-            tensors[name] = torch.randn(shape, generator=generator).mul_(scale).bfloat16()
+        elif len(shape) > 1:
+            tensors[name] = torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
         else:  # norms but that of gated DeltaNet add 1
             fill = 0.0 if "norm" in name and "linear_attn" not in name else 1.0
             tensors[name] = torch.full(shape, fill, dtype=torch.bfloat16)
+    # What follows a token is sure, as it mostly is of real models: some other one.
+    order = torch.randperm(len(tensors["lm_head.weight"]), generator=generator)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][order]
     size = config.hidden_size
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         tensors[f"mtp.{name}.weight"] = torch.zeros(size, dtype=torch.bfloat16)

@@ -215,7 +215,7 @@ class GraphDecode:
         """See ``Verifier``; as ``verify``."""
         host = DraftTurns.of(batch)
         _, logits, sizes = self._feed_turns(host)
-        return host.by_entry(logits, sizes)
+        return host.by_row(logits, sizes, batch)
 
     def _feed_turns(self, host: DraftTurns) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         """Rows and tokens of all turns, padded, the logits after each, and the sizes of the turns."""

@@ -9,7 +9,7 @@ is taken back by a counter. Invariant: nothing here changes an answer, only how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -158,8 +158,8 @@ class DraftModel:
         """The same of the ``depth``-th drafted token of each row, the first of ``tokens``."""
         return tokens[: len(rows)]
 
-    def _feed_batch(self, batch: DraftBatch, ends: Mapping[int, int]) -> Tensor:
-        """Logits after each entry; ``ends``: by row, its last one."""
+    def _feed_batch(self, rows: Sequence[int], batch: DraftBatch) -> Tensor:
+        """Logits after the last entry of each of ``rows``."""
         return self.decode.feed(batch)
 
     def _read_logits(self, row: int, hidden: Tensor) -> Tensor:
@@ -213,11 +213,10 @@ class DraftModel:
             self._place([row for row, _ in fed])
             ids = self._inputs([(row, self._held[row].end, tokens) for row, tokens in fed])
             batch = draft_batch([row for row, _ in fed], [own[0] for own in ids], [own[1:] for own in ids])
-            ends = {row: begin + len(t) - 1 for (row, t), begin in zip(fed, batch.starts, strict=True)}
-            best = self._feed_batch(batch, ends).argmax(1)
-            for row, tokens in fed:
+            best = self._feed_batch([row for row, _ in fed], batch).argmax(1)
+            for (row, tokens), token in zip(fed, best, strict=True):
                 self._held[row].end += len(tokens)
-                first[row] = best[ends[row]]
+                first[row] = token
             left = [
                 (row, tokens[len(own) :])
                 for (row, tokens), (_, own) in zip(left, fed, strict=True)

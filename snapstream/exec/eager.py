@@ -84,6 +84,11 @@ class DraftBatch(NamedTuple):
     inputs: Tensor  # [B] int64: the tokens
     starts: tuple[int, ...]  # first entry of each row
 
+    @property
+    def ends(self) -> Tensor:
+        """The last entry of each row ``[rows]`` int64."""
+        return torch.tensor((*self.starts[1:], len(self.rows))) - 1
+
 
 def draft_batch(rows: Sequence[int], last: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftBatch:
     """The entries of ``rows``: of each its ``last`` token, then its draft."""
@@ -115,8 +120,8 @@ class Verifier(DecodeStep, Protocol):
         ...
 
     def feed(self, batch: DraftBatch) -> Tensor:
-        """Feed the entries; logits after each ``[B, V]``, overwritten by the next step. Rows are not advanced. Not for
-        models with recurrent states.
+        """Feed the entries; logits after the last of each row ``[rows, V]``, overwritten by the next step. Rows are not
+        advanced. Not for models with recurrent states.
         """
         ...
 
@@ -196,11 +201,14 @@ class DraftTurns(NamedTuple):
         ]
         return cls([batch.rows[own] for own in turns], [batch.inputs[own] for own in turns], turns, tuple(order))
 
-    def by_entry(self, logits: Tensor, sizes: Sequence[int]) -> Tensor:
-        """``logits [N, V]`` turn by turn, of which turn t has the first of ``sizes[t]``, as ``[B, V]`` of the batch."""
+    def by_row(self, logits: Tensor, sizes: Sequence[int], batch: DraftBatch) -> Tensor:
+        """Those after the last entry of each row of the batch, of ``logits [N, V]`` turn by turn, of which turn t has
+        the first of ``sizes[t]``.
+        """
         starts = accumulate(sizes, initial=0)
         places = torch.cat([start + torch.arange(len(own)) for start, own in zip(starts, self.entries, strict=False)])
-        return logits[upload(places[torch.cat(list(self.entries)).argsort()], torch.int64, logits.device)]
+        by_entry = places[torch.cat(list(self.entries)).argsort()]
+        return logits[upload(by_entry[batch.ends], torch.int64, logits.device)]
 
 
 class DrawnTurns:
@@ -289,7 +297,7 @@ class EagerDecode(RowsForward):
     def feed(self, batch: DraftBatch) -> Tensor:
         """See ``Verifier``."""
         host = DraftTurns.of(batch)
-        return host.by_entry(self._feed_turns(host)[2], list(map(len, host.rows)))
+        return host.by_row(self._feed_turns(host)[2], list(map(len, host.rows)), batch)
 
     def _feed_turns(self, host: DraftTurns) -> tuple[Sequence[Tensor], Sequence[Tensor], Tensor, DraftsView]:
         """Rows and tokens of all turns on the device, and see ``draft_logits``."""

@@ -480,9 +480,21 @@ class LoopedDecode:
         return sampled, counts
 
     def feed(self, batch: DraftBatch) -> Tensor:
-        """Feed all entries; logits after each ``[B, V]``, overwritten by the next step. Rows are not advanced."""
-        self._run_batch(batch, None)
-        return self._logits[: len(batch.rows)]
+        """See ``eager.Verifier``. No logits of other entries than the last of rows are computed."""
+        is_last, num_tokens = torch.zeros(len(batch.rows), dtype=torch.bool), self._kept[0].rows.num_tokens
+        is_last[batch.ends] = True
+        if len(batch.starts) < len(batch.rows):
+            others = DraftBatch(batch.rows[~is_last], batch.ahead[~is_last], batch.inputs[~is_last], ())
+            self._step.last = self.engine.num_stages - 2  # before the final norm
+            try:
+                self._run_batch(others, None)
+            finally:
+                self._step.last = self.engine.num_stages
+        rows, behind = batch.rows[is_last], batch.ahead[is_last]
+        num_tokens[rows] += behind  # an entry that is ahead follows others of its row
+        self._run_batch(DraftBatch(rows, torch.zeros_like(behind), batch.inputs[is_last], ()), None)
+        num_tokens[rows] -= behind
+        return self._logits[: len(rows)]
 
     def hidden(self, count: int) -> Tensor:
         """See ``eager.ShowsHidden``."""

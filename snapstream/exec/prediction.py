@@ -1,15 +1,16 @@
 """A model's own prediction layer (MTP) as its draft model (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 The layer follows the model's last: from the hidden state of a token and the embedding of the next one it predicts the
-token after that. For further tokens it takes its own output as the hidden state. Embedding and output embedding are the
-model's. ``registry.prediction_config`` is its model of one layer, which a ``DraftModel`` runs like any other; only its
+token after that. For further tokens it takes its own output as the hidden state. Embeddings are the model's, of output
+in int4. ``registry.prediction_config`` is its model of one layer, which a ``DraftModel`` runs like any other; only its
 inputs are made here, and token ids stand for their places in a table of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from snapstream.exec.eager import DraftBatch, MakeDecode, ShowsHidden
 from snapstream.exec.executors import executor_of, max_batch
 from snapstream.models.checkpoint import LoadProgress, load_weights
 from snapstream.models.decoder import Decoder
+from snapstream.models.matrix import Matrix
 from snapstream.models.weights import DecoderWeights
 
 KEPT = torch.bfloat16  # dtype of the hidden states that rows keep
@@ -40,18 +42,21 @@ class PredictionDecoder(Decoder):
         weights = load_weights(Path(draft.folder), model, dtype, config.device, progress, config.weights, make)
         plain = WeightFormats.of(config.dtype).layers
         table = make(plain, (max_batch(config), model.hidden_size), dtype, config.device)
-        matrices = {**weights.matrices, "embed": table, "lm_head": target.weights.lm_head}
+        matrices = {**weights.matrices, "embed": table}
         return cls(model, DecoderWeights(model, matrices, weights.vectors, dtype, weights.dequantized))
 
     def take(self, tokens: Tensor, hidden: Tensor) -> None:
         """Make inputs of the embeddings of tokens and the normed hidden states before them, ``[N, D]`` each."""
-        own, eps = self.weights.layer(0), self.config.rms_norm_eps
-        pairs = ((tokens, "token_norm"), (hidden, "hidden_norm"))
-        normed = [self.kernels.rms_norm(given, own.vector(name), eps) for given, name in pairs]
-        self.given = own.matrix("join").multiply(torch.cat(normed, 1), None, self.kernels)
+        pairs, eps = ((tokens, "token_norm"), (hidden, "hidden_norm")), self.config.rms_norm_eps
+        normed = [self.kernels.rms_norm(given, self.weights.vectors[name][0], eps) for given, name in pairs]
+        self.given = self._join.multiply(torch.cat(normed, 1), None, self.kernels)
         table = self.weights.embed
         if len(self.given) <= table.shape[0]:  # more are read by prefill alone
             table[: len(self.given)].fill(self.given)
+
+    @cached_property
+    def _join(self) -> Matrix:
+        return self.weights.layer(0).matrix("join")
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         return self.given[token_ids]
@@ -137,10 +142,9 @@ class PredictionDrafter(DraftModel):
         self.layer.take(self._target.embed(tokens[: len(rows)].clamp(min=0)), hidden)
         return torch.arange(len(rows))
 
-    def _feed_batch(self, batch: DraftBatch, ends: Mapping[int, int]) -> Tensor:
+    def _feed_batch(self, rows: Sequence[int], batch: DraftBatch) -> Tensor:
         logits = self.decode.feed(batch)
-        hidden = self._normed(self._show.hidden(len(batch.rows)))
-        self._after |= {row: hidden[end] for row, end in ends.items()}
+        self._after |= zip(rows, self._normed(self._show.hidden(len(rows))), strict=True)
         return logits
 
     def _read_logits(self, row: int, hidden: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from snapstream.models.config_json import read_object
 from snapstream.models.gguf_header import first_file, is_gguf, split_files
 from snapstream.models.matrix import MakeMatrix, decode, encode, make_matrix
 from snapstream.models.quantization import (
+    EMBED,
     FP8_SCALES,
     GPTQ_SCALES,
     INDEX_FILE,
@@ -653,7 +654,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     skipped = FAMILIES.get(config.architecture).skipped
     is_tied = config.tie_word_embeddings and name == LM_HEAD
     is_skipped = name.startswith(skipped) or any(part in name for part in skipped if part.startswith("."))
-    is_skipped |= config.prediction_of > 0 and name.startswith(ELSEWHERE)
+    is_skipped |= config.prediction_of > 0 and name.startswith((ELSEWHERE, EMBED))
     is_skipped |= config.stored.has_one_scale and name.endswith(INPUT_SCALE)
     is_skipped |= config.norms_experts_alone and f".{config.norms.after_mlp}." in name  # of layers without experts
     return name.endswith(ROTARY_BUFFER) or is_tied or is_skipped or _is_mtp(name, config) or _is_shared(name, config)

@@ -110,7 +110,7 @@ def prediction_config(folder: Path, model: ModelConfig) -> ModelConfig:
     """The first prediction layer (MTP) of ``model`` as a model of one layer; ValueError if there is none.
 
     Its input is made of a token's embedding and the hidden state of the token before it (DeepSeek-V3, arXiv 2412.19437,
-    section 2.2); embedding and output embedding are those of ``model``.
+    section 2.2); the embedding is that of ``model``.
     """
     if not FAMILIES.get(model.architecture).has_predictions:
         known = ", ".join(name for name in FAMILIES.names if FAMILIES.get(name).has_predictions)
@@ -119,7 +119,7 @@ def prediction_config(folder: Path, model: ModelConfig) -> ModelConfig:
         raise ValueError("prediction layers of GGUF files are not read; give the folder of the checkpoint")
     moe = None if model.moe is None else replace(model.moe, first_dense=0, chosen=None)
     config = replace(
-        model, num_layers=1, recurrent=None, recurrent_layers=(), moe=moe, num_mtp_layers=0, tie_word_embeddings=False,
+        model, num_layers=1, recurrent=None, recurrent_layers=(), moe=moe, num_mtp_layers=0,
         prediction_of=model.num_layers, has_fused_experts=False, has_transposed_experts=False,
     )  # fmt: skip
     shapes = {own_name(name, config): shape for name, shape in quantization.tensor_shapes(folder).items()}
@@ -131,7 +131,8 @@ def prediction_config(folder: Path, model: ModelConfig) -> ModelConfig:
         config = replace(config, has_fused_experts=True, has_transposed_experts=is_transposed)
     scales = quantization.SCALES, quantization.FP8_SCALES, quantization.GPTQ_SCALES
     if not any(name.startswith(PREDICTION) and name.endswith(scales) for name in shapes):
-        return replace(config, stored=StoredWeights(dtype=model.stored.dtype))  # floats, whatever the layers are
+        # Floats, whatever the layers are.
+        return replace(config, stored=StoredWeights(dtype=model.stored.dtype, tables=model.stored.tables))
     if config.stored.quantized is not None and config.stored.quantized.is_fp8:
         parts = [part for part in checkpoint_parts(tensor_specs(config), 1) if part.name in shapes]
         floats = {part.target for part in parts if f"{part.name}{quantization.FP8_SCALES}" not in shapes}

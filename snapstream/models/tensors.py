@@ -122,25 +122,26 @@ _PREDICTION_NAMES = {
 
 def prediction_name(name: str, behind: int) -> str:
     """What a tensor is called in the model of the prediction layer behind so many others; those of other layers and of
-    the model itself are ``ELSEWHERE``.
+    the model itself are ``ELSEWHERE``, but for its embeddings.
     """
     layer = f"model.layers.{behind}."
     names = {
         **_PREDICTION_NAMES, f"{layer}shared_head.norm.": "model.norm.", f"{layer}shared_head.": ELSEWHERE,
-        f"{layer}embed_tokens.": ELSEWHERE, layer: PREDICTION,
+        f"{layer}embed_tokens.": ELSEWHERE, layer: PREDICTION, "lm_head.": "lm_head.",
+        "model.embed_tokens.": "model.embed_tokens.",
     }  # fmt: skip
     prefix = next((prefix for prefix in names if name.startswith(prefix)), None)
     return ELSEWHERE + name if prefix is None else names[prefix] + name.removeprefix(prefix)
 
 
 def prediction_tensors(config: ModelConfig, specs: TensorSpecs) -> TensorSpecs:
-    """Of a prediction layer: ``specs`` of a model of one layer, without those that it shares with the model, and what
-    makes its input.
+    """Of a prediction layer: ``specs`` of a model of one layer, without embeddings of tokens, and what makes its input.
+    It has an output embedding of its own, in fewer bits: most of what a draft reads.
     """
     hidden = config.hidden_size
-    own = {name: spec for name, spec in specs.items() if name not in ("embed", "lm_head")}
     return {
-        **own,
+        **{name: spec for name, spec in specs.items() if name != "embed"},
+        "lm_head": specs["embed" if config.tie_word_embeddings else "lm_head"],
         "token_norm": norm(config, hidden, "enorm.weight"),
         "hidden_norm": norm(config, hidden, "hnorm.weight"),
         "join": TensorSpec(shape=(hidden, 2 * hidden), parts={"eh_proj.weight": ()}),

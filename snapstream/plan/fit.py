@@ -54,6 +54,7 @@ LEAST_CHUNK_LEN, MOST_CHUNK_LEN = 512, 4096  # at most what is reserved for shor
 MOST_TRANSIENT_BYTES = 256 * 2**20
 FLOP_PER_BYTE = 140  # 55 % of 989 TFLOP/s of products over 80 % of 4.8 TB/s of reads
 STEP_SHARE = 0.8
+_DRAFT_TABLES = WeightFormats.of("int4").layers  # of a prediction layer: its output embedding
 
 
 def resolve_chunking(
@@ -306,6 +307,8 @@ def _speculator(
     first: tuple[str, DType] = (config.executor, config.dtype) if is_gpu else (preferred, "float32")
     for executor, dtype in (first, (FALLBACK, config.dtype)):
         formats = weight_formats(own.model, replace(options, dtype=dtype), device=config.device)
+        if own.is_own and own.model.hidden_size % _DRAFT_TABLES.group == 0:
+            formats = replace(formats, tables=_DRAFT_TABLES)
         own = replace(own, executor=executor, device=config.device, dtype=dtype, formats=formats)
         steps = speculator_config(own, config.max_rows)
         if executor_of(executor).why_not(own.model, steps) is None and executor not in problems:
