@@ -21,6 +21,7 @@ from snapstream.exec import draft_model, prediction
 from snapstream.exec.prediction import PredictionDrafter
 from snapstream.kv.selectors.snapkv import SnapKV
 from snapstream.models.registry import read_model_config
+from snapstream.models.sharding import weight_bytes
 from snapstream.startup import build
 from snapstream.types import SamplingParams
 from tests.engine.test_speculation import BUDGETS, answers, draw_params, model_alone, needs_compiler
@@ -30,7 +31,9 @@ from tests.parity.test_latents import DELTA_MIXTURE, LATENT_SIZES, SIZES, WIDE, 
 
 pytest.importorskip("transformers.modeling_layers", reason="transformers has no prediction layers").MtpLayer  # noqa: B018
 
-MODELS = ["qwen3.5", "qwen3.5-moe", "qwen3-next", "deepseek-v3", "kimi-k2", "glm4-moe"]
+MODELS = [
+    "qwen3.5", "qwen3.5-moe", "qwen3-next", "deepseek-v3", "deepseek-v3.2", "kimi-k2", "glm4-moe", "glm4-lite", "glm-5",
+]  # fmt: skip
 # Random layers, which are hardly ever right, and some that nearly always are.
 CASES = [
     pytest.param(name, max_rows, knows, marks=[pytest.mark.slow] * ((at + rows) % 3 > 0 or knows == bool(at % 2)))
@@ -56,6 +59,13 @@ class Oracle:
             config.first_k_dense_replace = 0
         base = self.model.model
         self.layer = MtpLayer(config, type(base.layers[-1]), type(base.norm), 0).float().eval()
+        forward = self.layer.mtp_block.forward
+
+        def hidden_of(*args: Any, **kwargs: Any) -> Tensor:  # GLM-5 also returns what its indexer has chosen
+            out = forward(*args, **kwargs)
+            return out[0] if isinstance(out, tuple) else out
+
+        self.layer.mtp_block.forward = hidden_of
         torch.manual_seed(5)
         with torch.no_grad():
             for key, value in (*self.layer.named_parameters(), *self.layer.named_buffers()):
@@ -191,7 +201,7 @@ def test_answers_are_those_without(
     if knows:
         params = [SamplingParams(max_tokens=own.max_tokens, temperature=0.0, ignore_eos=True) for own in params]
     params = [replace(own, n=min(own.n, max_rows)) for own in params]
-    budget = "full" if name in ("deepseek-v3", "kimi-k2") else BUDGETS["rows"]
+    budget = BUDGETS["rows"] if name in ("glm4-moe", *MODELS[:3]) else "full"  # full rows of latents draft nothing
     settings: dict[str, Any] = {"budget": budget, "max_rows": max_rows}
     if name != "qwen3.5" or max_rows == 17:
         # What is prefilled together, and what the store has of it, depends on the drafts; it changes last bits.
@@ -244,6 +254,25 @@ def test_what_has_no_prediction_layer_is_refused(
     folder = Oracle(name).save(tmp_path) if has_layer else save(make_model(name), tmp_path)
     with pytest.raises(ValueError, match=f"^speculative_model is 'mtp'.*{reason}"):
         LLM(folder, speculative_model="mtp", progress=False, **settings)
+
+
+@needs_compiler
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_its_output_embedding_takes_four_bits(is_tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_alone(monkeypatch)
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 96, "tie_word_embeddings": is_tied}
+    oracle = Oracle("qwen3.5", **sizes)
+    oracle.foresee()
+    params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    with LLM(oracle.save(tmp_path), speculative_model="mtp", budget="full", max_rows=2, progress=False) as llm:
+        layer = llm.engine.runner.speculation.drafter.layer  # type: ignore[attr-defined]
+        assert layer.weights.lm_head.form.describe() == "int4 in groups of 32"
+        assert llm.config.speculator is not None
+        planned = weight_bytes(layer.config, "float32", llm.config.speculator.formats)
+        assert 0 <= layer.weights.num_bytes - planned < 0.25 * planned  # a table of inputs, and whole panels
+        outputs = llm.generate(prompts_of(Random(1), 3, 40), params)
+    drafted, accepted = (sum(getattr(o.timings, f"{n}_tokens") for o in outputs) for n in ("drafted", "accepted"))
+    assert accepted > 0.5 * drafted > 4
 
 
 @needs_compiler
