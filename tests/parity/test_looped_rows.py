@@ -363,7 +363,7 @@ def test_states_go_on_by_accepted_drafts(case: int, instructions: InstructionSet
         assert all(torch.equal(own[untouched], before[untouched]) for own, before in zip(states, kept, strict=False))
         too_many = draft_batch([0], last[:1], [[1] * 17])
         with pytest.raises(ValueError, match="17 drafted entries in a step; this engine has 16"):
-            looped.feed(too_many)
+            looped.verify(too_many, SamplingNeeds())
     looped.close()
 
 
