@@ -224,7 +224,7 @@ def prediction(figures: dict[str, Any]) -> str:
          *(f"{own['speedup']:.2f}x" for own in arm["right"].values())]
         for arm in figures["arms"]
     ]  # fmt: skip
-    shares = [f"right with {float(share):.0%}" for share in figures["arms"][0]["right"]]
+    shares = [f"{float(share):.0%} of drafts right" for share in figures["arms"][0]["right"]]
     heads = ["weights", "rows", "tokens/s without drafts", *shares]
     return f"Decode with a prediction layer against without, {figures['model']}:\n\n" + table(heads, rows)
 

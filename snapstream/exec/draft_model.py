@@ -130,7 +130,7 @@ class DraftModel:
             num_left = sum(count > depth for count in counts)
             active = active if num_left == len(active) else active[:num_left].clone()
             going_on = [rows[index] for index in longest[:num_left]]
-            self._rows.feed(active, self._inputs_behind(going_on, turns[-1], depth))
+            self._feed_drafted(active, going_on, turns[-1], depth)
             turns.append(self.decode.step(active, _GREEDY).token_ids.clone())
         drafts: list[list[int]] = [[] for _ in rows]
         for turn in torch.cat(turns).cpu().split(list(map(len, turns))):
@@ -154,9 +154,10 @@ class DraftModel:
         last = self._decoder.config.vocab_size - 1
         return [[min(token, last) for token in tokens] for _, _, tokens in fed]
 
-    def _inputs_behind(self, rows: Sequence[int], tokens: Tensor, depth: int) -> Tensor:
-        """The same of the ``depth``-th drafted token of each row, the first of ``tokens``."""
-        return tokens[: len(rows)]
+    def _feed_drafted(self, active: Tensor, rows: Sequence[int], tokens: Tensor, depth: int) -> None:
+        """Feed rows, on the device and here, their ``depth``-th drafted tokens, the first of ``tokens``."""
+        if depth == 1:  # further ones are fed by the step that draws them
+            self._rows.feed(active, tokens[: len(rows)])
 
     def _feed_batch(self, rows: Sequence[int], batch: DraftBatch) -> Tensor:
         """Logits after the last entry of each of ``rows``."""

@@ -492,8 +492,10 @@ class LoopedDecode:
                 self._step.last = self.engine.num_stages
         rows, behind = batch.rows[is_last], batch.ahead[is_last]
         num_tokens[rows] += behind  # an entry that is ahead follows others of its row
-        self._run_batch(DraftBatch(rows, torch.zeros_like(behind), batch.inputs[is_last], ()), None)
-        num_tokens[rows] -= behind
+        try:
+            self._run_batch(DraftBatch(rows, torch.zeros_like(behind), batch.inputs[is_last], ()), None)
+        finally:
+            num_tokens[rows] -= behind
         return self._logits[: len(rows)]
 
     def hidden(self, count: int) -> Tensor:

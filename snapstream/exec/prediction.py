@@ -134,13 +134,13 @@ class PredictionDrafter(DraftModel):
         places = iter(range(len(ids)))
         return [[next(places) for _ in tokens] for _, _, tokens in fed]
 
-    def _inputs_behind(self, rows: Sequence[int], tokens: Tensor, depth: int) -> Tensor:
+    def _feed_drafted(self, active: Tensor, rows: Sequence[int], tokens: Tensor, depth: int) -> None:
         if depth == 1:
             hidden = torch.stack([self._after[row] for row in rows])
         else:
             hidden = self._normed(self._show.hidden(len(rows)))
         self.layer.take(self._target.embed(tokens[: len(rows)].clamp(min=0)), hidden)
-        return torch.arange(len(rows))
+        self._rows.feed(active, torch.arange(len(rows)))
 
     def _feed_batch(self, rows: Sequence[int], batch: DraftBatch) -> Tensor:
         logits = self.decode.feed(batch)

@@ -216,7 +216,6 @@ class Speculation:
     most: int  # drafted tokens per row and step
     grammars: RowGrammars
     drafter: Drafter | None = None  # asked where prompt lookup finds nothing
-    follower: Follower | None = None  # the same one
 
     def __post_init__(self) -> None:
         self._rows: dict[int, _Row] = {}
@@ -233,8 +232,10 @@ class Speculation:
         self._asked: dict[int, int] = {}
         self._windows = [own.num_tokens for own in self.parts.cache.spec.layers if isinstance(own, Window)]
 
-    def use(self, drafter: Drafter) -> None:
-        self.drafter, self.follower = drafter, drafter if isinstance(drafter, Follower) else None
+    @property
+    def follower(self) -> Follower | None:
+        """The drafter, if it follows its target."""
+        return self.drafter if isinstance(self.drafter, Follower) else None
 
     def admit(self, entry: PrefillEntry) -> None:
         """The entry's rows hold its prompt, and their first tokens are drawn."""
@@ -311,9 +312,9 @@ class Speculation:
         watch.stop()
         num_entries = len(rows) + sum(map(len, drafts))
         self._timed.append((num_entries, watch))
-        if self.follower is not None:
+        if (follower := self.follower) is not None:
             assert isinstance(self.decode, ShowsHidden)  # others are refused
-            self.follower.follow(rows, starts, counts or [1] * len(rows), self.decode.hidden(num_entries))
+            follower.follow(rows, starts, counts or [1] * len(rows), self.decode.hidden(num_entries))
         if counts is None:
             return sampled, None
         for index, (row, draft, count) in enumerate(zip(own, drafts, counts, strict=True)):

@@ -188,7 +188,7 @@ def load_draft_model(
         decoder = _load(Path(draft.folder), draft.model, own, progress, kernels, make_decode)
         drafter = DraftModel(decoder, own, make)
     drafter.warm_up(progress is True)
-    runner.speculation.use(drafter)
+    runner.speculation.drafter = drafter
 
 
 def _decode_of_draft(config: EngineConfig, target: DecodeStep) -> MakeDecode:

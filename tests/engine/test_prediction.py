@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import modeling_layers
 
 from snapstream import LLM
 from snapstream.calibration import automatic_heads
@@ -20,7 +22,7 @@ from snapstream.config.engine import Speculator
 from snapstream.exec import draft_model, prediction
 from snapstream.exec.prediction import PredictionDrafter
 from snapstream.kv.selectors.snapkv import SnapKV
-from snapstream.models.registry import read_model_config
+from snapstream.models.registry import prediction_config, read_model_config
 from snapstream.models.sharding import weight_bytes
 from snapstream.startup import build
 from snapstream.types import SamplingParams
@@ -29,7 +31,8 @@ from tests.parity import test_latents
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_latents import DELTA_MIXTURE, LATENT_SIZES, SIZES, WIDE, narrowed
 
-pytest.importorskip("transformers.modeling_layers", reason="transformers has no prediction layers").MtpLayer  # noqa: B018
+if not hasattr(modeling_layers, "MtpLayer"):
+    pytest.skip(f"transformers {transformers.__version__} has no prediction layers", allow_module_level=True)
 
 MODELS = [
     "qwen3.5", "qwen3.5-moe", "qwen3-next", "deepseek-v3", "deepseek-v3.2", "kimi-k2", "glm4-moe", "glm4-lite", "glm-5",
@@ -48,8 +51,6 @@ class Oracle:
     """A model of transformers with a prediction layer, and what that drafts."""
 
     def __init__(self, name: str, **sizes: Any) -> None:
-        from transformers.modeling_layers import MtpLayer
-
         self.model = make_model(name, **sizes)
         if hasattr(self.model.config, "num_mtp_layers"):
             self.model.config.num_mtp_layers = 1
@@ -58,7 +59,7 @@ class Oracle:
         if hasattr(config, "first_k_dense_replace"):
             config.first_k_dense_replace = 0
         base = self.model.model
-        self.layer = MtpLayer(config, type(base.layers[-1]), type(base.norm), 0).float().eval()
+        self.layer = modeling_layers.MtpLayer(config, type(base.layers[-1]), type(base.norm), 0).float().eval()
         forward = self.layer.mtp_block.forward
 
         def hidden_of(*args: Any, **kwargs: Any) -> Tensor:  # GLM-5 also returns what its indexer has chosen
@@ -282,3 +283,29 @@ def test_with_heads_that_are_found_at_the_start(tmp_path: Path) -> None:
     options = EngineOptions(speculative_model="mtp", budget=BUDGETS["rows"], selector=SnapKV(observation_len=8))
     found, _ = automatic_heads(folder, read_model_config(folder), options)
     assert isinstance(found.speculative_model, Speculator) and found.speculative_model.is_own
+
+
+def test_prediction_layers_of_gguf_files_are_refused(tmp_path: Path) -> None:
+    model = read_model_config(Oracle("qwen3.5").save(tmp_path))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="prediction layers of GGUF files are not read"):
+        prediction_config(file, model)
+
+
+@needs_compiler
+def test_rows_that_came_from_elsewhere_are_drafted_for_later(tmp_path: Path, drafted: list[Drafted]) -> None:
+    """Nothing is known of their prompts: context begins with what the engine feeds itself."""
+    oracle = Oracle("qwen3.5")
+    params = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+    with LLM(oracle.save(tmp_path), speculative_model="mtp", budget="full", max_rows=1, progress=False) as llm:
+        drafter = llm.engine.runner.speculation.drafter  # type: ignore[attr-defined]
+        begin = drafter.begin
+        drafter.begin = lambda rows, first, hidden: begin(rows, first + len(hidden), hidden[:0])
+        (output,) = llm.generate(prompts_of(Random(6), 30), params)
+        with_prompts = len(drafted)
+        drafter.begin = begin
+        (again,) = llm.generate(prompts_of(Random(6), 30), params)
+    assert output.token_ids == again.token_ids
+    assert drafted[0][1] == [] and any(draft for _, draft in drafted[:with_prompts])
+    assert drafted[with_prompts][1]
