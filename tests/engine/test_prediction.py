@@ -30,6 +30,8 @@ from tests.engine.test_speculation import BUDGETS, answers, draw_params, model_a
 from tests.parity import test_latents
 from tests.parity.checkpoints import VOCAB, make_model, save
 from tests.parity.test_latents import DELTA_MIXTURE, LATENT_SIZES, SIZES, WIDE, narrowed
+from tests.parity.test_lora import answers as answers_of_adapters
+from tests.parity.test_lora import merged, write_adapter
 
 if not hasattr(modeling_layers, "MtpLayer"):
     pytest.skip(f"transformers {transformers.__version__} has no prediction layers", allow_module_level=True)
@@ -309,3 +311,24 @@ def test_rows_that_came_from_elsewhere_are_drafted_for_later(tmp_path: Path, dra
     assert output.token_ids == again.token_ids
     assert drafted[0][1] == [] and any(draft for _, draft in drafted[:with_prompts])
     assert drafted[with_prompts][1]
+
+
+@needs_compiler
+def test_rows_with_adapters(tmp_path: Path, drafted: list[Drafted]) -> None:
+    """The model's hidden states are those of the row's adapter; the layer itself has none."""
+    oracle, random = Oracle("qwen3-next"), Random(7)
+    folder, targets = oracle.save(tmp_path / "model"), {"targets": ("q_proj", "o_proj"), "layers": r"\d+\.self_attn"}
+    loras = {"one": write_adapter(tmp_path / "one", oracle.model, 1, **targets)}
+    asked = list(zip(("one", "", "one"), prompts_of(random, 9, 30, 21), strict=True))
+    settings: dict[str, Any] = {"loras": loras, "budget": "full", "kv_dtype": "float32", "max_rows": 3}
+    with LLM(folder, num_speculative_tokens=0, progress=False, **settings) as llm:
+        want = answers_of_adapters(llm, asked)
+    with LLM(folder, speculative_model="mtp", progress=False, **settings) as llm:
+        assert answers_of_adapters(llm, asked) == want
+    oracle.model = merged(oracle.model, loras["one"])
+    of_one = [(tokens, draft) for tokens, draft in drafted if draft and tokens[:9] == asked[0][1]]
+    assert of_one
+    for tokens, draft in of_one:
+        scores = oracle.scores(tokens, draft)
+        best = scores.max(1).values
+        torch.testing.assert_close(scores[torch.arange(len(draft)), draft], best, atol=2e-3, rtol=1e-3)
